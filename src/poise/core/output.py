@@ -1,0 +1,111 @@
+"""The two records that cross between scheduler and executor, and the protocol of an executor.
+
+Nothing else crosses. Plain Python only: no arrays, no text. One list element per request, in row order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from poise.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    """Layers whose KV shares a lifetime: one block table per group and request."""
+
+    name: str
+    num_layers: int
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSampling:
+    """Sampling parameters resolved for one choice: seed drawn, stop ids joined, bad words tokenised.
+
+    `stop_token_ids` end the answer (EOS ids are in it unless ignore_eos); `min_tokens` bans exactly these.
+    `seed` is 0 … 2**64-1.
+    """
+
+    params: SamplingParams
+    seed: int
+    choice: int
+    stop_token_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that the executor does not hold: first scheduling, or resumption after preemption.
+
+    `token_ids` are all known tokens (the prompt, and on resumption the output so far); the first
+    `num_prompt_tokens` of them are the prompt. `block_tables` has one list of block ids per KV group.
+    """
+
+    request_id: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    sampling: EngineSampling
+    block_tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """Rows of one request in this step: `num_tokens` tokens from absolute position `start`.
+
+    `new_block_ids` (one tuple per KV group) are appended to the block tables the executor holds; empty for a
+    request that is in `new_requests` of the same step. The last row samples iff `samples` (it is the last
+    known token); the executor then appends the drawn token to the tokens it knows.
+    """
+
+    request_id: int
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[tuple[int, ...], ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. `removed_request_ids` (finished, aborted, preempted) are forgotten before anything else."""
+
+    step: int
+    removed_request_ids: Sequence[int]
+    new_requests: Sequence[NewRequest]
+    scheduled: Sequence[ScheduledRequest]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token's own value and rank (1 is best), then the best k in order."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What a step produced, by request id.
+
+    `token_ids`: tokens drawn (absent for a request that did not sample). `logprobs`: one entry per drawn token, for
+    requests that asked. `prompt_logprobs`: entries for prompt positions start+1 … (a row at position p scores token p+1).
+    `broken`: requests whose logits held a NaN or +Inf; no token was drawn.
+    """
+
+    token_ids: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    broken: frozenset[int] = frozenset()
+
+
+class Executor(Protocol):
+    """Runs steps. Real: executor/model_runner; for tests: core/executors."""
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step; an exception means that nothing of the step may be trusted."""
+        ...

@@ -1,0 +1,1 @@
+"""The engine loop, its clients, and what turns token ids into answers."""

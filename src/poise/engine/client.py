@@ -1,0 +1,109 @@
+"""What a front end (HTTP, CLI, offline API) and the engine say to each other.
+
+The engine may live in this process or, later, in another one: these records hold only plain data.
+Invariant: per choice, exactly one delta carries a finish reason, and it is the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from poise.core.output import TokenLogprobs
+from poise.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt, parsed and checked. `params.n` choices are generated. `seed` is already drawn when the user gave none."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What is new for one choice since its last delta.
+
+    `text` is the new text that may be shown (a possible stop string's beginning is held back). `token_ids` and
+    `logprobs` are the tokens behind it. `finish_reason` is stop, length, abort or error; `stop_reason` the stop string or
+    stop token id that ended it (None for EOS), or the error's text.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Figures of a finished request, seconds on the monotonic clock."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_seconds: float
+    time_to_first_token_seconds: float | None
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """New output of a request: deltas of the choices that advanced in one step.
+
+    `prompt_logprobs` comes once, in the first delta, when asked for: one entry per prompt token, None for the first.
+    `stats` comes with the last delta (when every choice has finished).
+    """
+
+    request_id: str
+    choices: Sequence[ChoiceDelta]
+    num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    stats: RequestStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Whether a request would be served now, and why not."""
+
+    alive: bool
+    ready: bool
+    reason: str | None = None  # "loading", "draining", "engine failed: …"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts about the engine that front ends show or check against; fixed once loaded."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    kv_capacity_tokens: int
+    system_fingerprint: str
+    details: dict[str, str] = field(default_factory=dict)
+
+
+class EngineClient(Protocol):
+    """Asynchronous face of an engine; all methods are called on the event loop's thread."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def status(self) -> EngineStatus: ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[RequestDelta]:
+        """Submits the request and yields its deltas. Closing the iterator early aborts the request.
+
+        Raises InvalidRequestError if it can never fit, EngineDeadError if the engine has failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Aborts what runs and stops the engine."""
+        ...

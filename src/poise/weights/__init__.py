@@ -1,0 +1,1 @@
+"""Reading checkpoints (GGUF, safetensors), fetching named models, packing tensors into kernel containers."""
