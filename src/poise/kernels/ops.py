@@ -1,0 +1,117 @@
+"""The vocabulary of operations, and the step that they run on.
+
+A model is a function over `Ops`; a backend either executes an operation at once (the numpy reference) or records it
+into a plan that is replayed every step (the CPU backend). `docs/NUMERICS.md` fixes each operation to the bit.
+Activations are float32 arrays [rows, width]; a value is an opaque handle of the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from poise.weights.checkpoint import RawTensor
+
+KEY_BLOCK = 64  # keys per softmax update
+SPLIT = 256  # positions per attention split
+LOGIT_TILE = 32  # rows of logits that exist at once
+
+Handle = Any
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """`inverse_frequencies` float32 [dim/2]; dimensions past `2 * len` of a head pass unchanged."""
+
+    inverse_frequencies: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of one model: layers × KV heads × head_dim, in pages of `block_size` tokens (bf16)."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class Step:
+    """Rows of one step, grouped by sequence (a request scheduled in this step), in position order within each.
+
+    token_ids, positions: int32 [rows]. query_start: int32 [sequences + 1], rows of sequence s are
+    query_start[s] … query_start[s+1]-1. block_tables: int32 [sequences, blocks]. logit_rows: int32 [n], ascending
+    row numbers whose logits are wanted.
+    """
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    query_start: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    logit_rows: NDArray[np.int32]
+
+
+class Ops(Protocol):
+    """Operations in the order a decoder-only transformer uses them."""
+
+    def matrix(self, tensor: RawTensor) -> Handle:
+        """Packs a matrix [out, in] into its container."""
+        ...
+
+    def vector(self, tensor: RawTensor) -> Handle:
+        """A float32 vector."""
+        ...
+
+    def embed(self, table: Handle) -> Handle:
+        """x[row] = dequantised table row of the row's token id."""
+        ...
+
+    def norm_linear(
+        self,
+        x: Handle,
+        norm: Handle,
+        eps: float,
+        weights: Sequence[Handle],
+        biases: Sequence[Handle] | None = None,
+    ) -> Handle:
+        """RMS norm, then each matrix on the same normed rows; outputs side by side (q | k | v)."""
+        ...
+
+    def rope_kv_write(
+        self,
+        qkv: Handle,
+        rope: RopeTable,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: Handle | None = None,
+        k_norm: Handle | None = None,
+        eps: float = 0.0,
+    ) -> Handle:
+        """Optional per-head norm, rope on q and k, K and V rounded to bf16 into the pages; returns q, scaled and in bf16."""
+        ...
+
+    def attention(self, q: Handle, layer: int) -> Handle:
+        """Causal attention over the pages; float32 [rows, heads * head_dim]."""
+        ...
+
+    def linear_residual(self, a: Handle, weight: Handle, x: Handle) -> Handle:
+        """x + weight · a."""
+        ...
+
+    def gated_mlp(
+        self, x: Handle, norm: Handle, eps: float, gate: Handle, up: Handle, down: Handle
+    ) -> Handle:
+        """x + down · (silu(gate · n) · (up · n)), n the RMS norm of x."""
+        ...
+
+    def logits(self, x: Handle, norm: Handle, eps: float, output: Handle) -> None:
+        """Norm and output matrix for the rows in `Step.logit_rows`; ends the model."""
+        ...
