@@ -1,53 +1,389 @@
 """Configuration: small frozen dataclasses, each constructor of the system takes its own.
 
-`resolve()` (flag > environment > file > default, keeping where each value came from) belongs here too.
+A field's metadata names its flag, how a text becomes its value, and why the default is what it is. Flags, environment
+twins (POISE_…) and configuration keys are all derived from that one table; `resolve` keeps where each value came from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from poise.config_values import (
+    Parser,
+    fraction_of_memory,
+    integer,
+    one_of,
+    seconds,
+    size,
+    string,
+    switch,
+    words,
+)
+from poise.errors import ConfigError
+
+NOT_FLAGS = ("POISE_HOME", "POISE_ISA")  # read where they matter, before any flag is known
 
 
 @dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """Paged KV cache. `memory_bytes=None` sizes it from what the machine still allows."""
+class Alias:
+    """Another flag that sets the same field, its value translated; `note` tells the user what it did."""
 
-    block_size: int = 16  # tokens: 16, 32 or 64
-    memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of one step. `max_model_len=None` takes the model's own."""
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_model_len: int | None = None
+    name: str
+    parse: Parser
+    help: str
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeConfig:
-    """`threads=None`: physical cores within the affinity mask and the cgroup quota."""
+class Flag:
+    """How users name a field and write its value. `why` gives the reason for the default in `--explain`."""
 
-    threads: int | None = None
+    name: str  # without dashes in front: "max-num-seqs"
+    parse: Parser
+    help: str
+    why: str
+    aliases: tuple[Alias, ...] = ()
+    secret: bool = False  # never shown
+
+
+def setting(
+    default: Any,
+    name: str,
+    parse: Parser,
+    help: str,  # noqa: A002 - the word typer uses for the same thing
+    why: str,
+    *aliases: Alias,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field with its flag."""
+    return field(default=default, metadata={"flag": Flag(name, parse, help, why, aliases, secret)})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """Where the model comes from: a registry name, a GGUF file, a Hugging Face folder, or hf:org/repo[@revision]."""
 
-    model: str = "smollm2-135m"
-    served_name: str | None = None
-    offline: bool = False
+    model: str = setting(
+        "smollm2-135m", "model", string,
+        "A named model (poise models), a GGUF file, a Hugging Face folder, or hf:org/repo[@revision].",
+        "the smallest named model that chats",
+    )  # fmt: skip
+    served_name: str | None = setting(
+        None, "served-model-name", string,
+        "The model's name in the API.",
+        "the model's own name",
+    )  # fmt: skip
+    offline: bool = setting(
+        False, "offline", switch,
+        "Never touch the network: a named model must be in the cache.",
+        "a missing named model is pulled on first use",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Paged KV cache. `memory_bytes=None` sizes it from what the machine still allows."""
+
+    block_size: int = setting(
+        16, "block-size", one_of(16, 32, 64),
+        "Tokens per KV block: 16, 32 or 64. Answers are the same bytes for each.",
+        "the finest sharing of prefixes",
+    )  # fmt: skip
+    memory_bytes: int | None = setting(
+        None, "kv-cache-memory-bytes", size,
+        "Memory for the KV cache, in bytes or as 256MiB, 2GiB.",
+        "40 % of the memory that is left, or what max-num-seqs x max-model-len can use if that is less",
+        Alias(
+            "gpu-memory-utilization", fraction_of_memory,
+            "Accepted for vLLM's sake: the fraction of the host memory that is left to give to the KV cache.",
+            "there is no GPU here: taken as that fraction of the host memory that is left, for the KV cache",
+        ),
+    )  # fmt: skip
+    enable_prefix_caching: bool = setting(
+        True, "enable-prefix-caching", switch,
+        "Keep the KV of prompts and answers and use it again for requests that begin the same way.",
+        "the answers are the same bytes, sooner",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step. `max_model_len=None` takes the model's own."""
+
+    max_num_seqs: int = setting(
+        64, "max-num-seqs", integer(1, 65_536),
+        "Sequences that may run at the same time.",
+        "more users than that share two cores badly",
+    )  # fmt: skip
+    max_num_batched_tokens: int = setting(
+        512, "max-num-batched-tokens", integer(1, 1_048_576),
+        "Tokens computed in one step: longer prompts are cut into chunks of this size.",
+        "one chunk keeps the streams of others moving",
+    )  # fmt: skip
+    max_model_len: int | None = setting(
+        None, "max-model-len", integer(2),
+        "Longest prompt and answer together, in tokens.",
+        "the model's own context",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeConfig:
+    """`threads=None`: physical cores within the affinity mask and the cgroup quota."""
+
+    threads: int | None = setting(
+        None, "threads", integer(1, 1024),
+        "Worker threads. Answers are the same bytes for any number.",
+        "physical cores within the affinity mask and the cgroup quota",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP edge. `lenient` drops unknown parameters with a warning instead of refusing them."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    lenient: bool = False
-    log_format: str = "text"  # text or json
-    max_body_bytes: int = 4 * 1024 * 1024
+    host: str = setting(
+        "127.0.0.1", "host", string,
+        "Address to listen on; 0.0.0.0 for every interface.",
+        "nobody outside this machine is let in unasked",
+    )  # fmt: skip
+    port: int = setting(
+        8000, "port", integer(0, 65_535),
+        "Port to listen on; 0 takes a free one.",
+        "vLLM's port",
+    )  # fmt: skip
+    lenient: bool = setting(
+        False, "lenient", switch,
+        "Drop unknown request parameters with a Warning header instead of refusing the request.",
+        "nothing that might change an answer is ignored silently",
+    )  # fmt: skip
+    log_format: str = setting(
+        "text", "log-format", one_of("text", "json"),
+        "Request log: text or json. Prompts are never logged.",
+        "for reading in a terminal",
+    )  # fmt: skip
+    max_body_bytes: int = setting(
+        4 * 1024 * 1024, "max-body-bytes", size,
+        "Largest request body, in bytes or as 4MiB.",
+        "ample for any prompt that fits a context",
+    )  # fmt: skip
+    api_keys: tuple[str, ...] = setting(
+        (), "api-key", words,
+        "Keys that clients must send as a bearer token; give the flag several times for several keys.",
+        "anybody who reaches the port is served",
+        secret=True,
+    )  # fmt: skip
+    shutdown_timeout: float = setting(
+        5.0, "shutdown-timeout", seconds,
+        "Seconds that running requests get to finish after SIGTERM or Ctrl-C; 0 aborts them at once.",
+        "short answers finish, a supervisor does not lose patience",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def check(config: Any) -> None:
+    """Raises ConfigError for a field that its own flag would refuse; the default of a field is always fine."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if value == item.default:
+            continue
+        try:
+            parsed = flag_of(item).parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{item.name}={value!r} is not valid: {error}") from None
+        if type(parsed) is not type(value):
+            raise ConfigError(f"{item.name}={value!r} is not valid: expected {parsed!r}")
+
+
+CONFIG_CLASSES: tuple[type, ...] = (
+    ModelSource,
+    CacheConfig,
+    SchedulerConfig,
+    ComputeConfig,
+    ServerConfig,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from: "--port", "POISE_PORT", "port in poise.toml", or "default"; and why, for a default."""
+
+    source: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything resolved. `origins` is keyed by flag name; `notes` are lines worth showing once."""
+
+    source: ModelSource
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    compute: ComputeConfig
+    server: ServerConfig
+    origins: Mapping[str, Origin]
+    notes: tuple[str, ...]
+
+    def values(self) -> dict[str, object]:
+        """Effective value of each flag, in the table's order."""
+        result: dict[str, object] = {}
+        for config in (self.source, self.cache, self.scheduler, self.compute, self.server):
+            for item in fields(config):
+                result[flag_of(item).name] = getattr(config, item.name)
+        return result
+
+
+def flag_of(item: Field[Any]) -> Flag:
+    """The flag that a field's metadata holds."""
+    flag = item.metadata["flag"]
+    assert isinstance(flag, Flag)
+    return flag
+
+
+def flags(classes: Sequence[type] = CONFIG_CLASSES) -> list[Flag]:
+    """Every flag of these classes, in order, without aliases."""
+    return [flag_of(item) for cls in classes for item in fields(cls)]
+
+
+def flag_names(classes: Sequence[type] = CONFIG_CLASSES) -> list[str]:
+    """Every name a user may write, aliases included."""
+    return [name for flag in flags(classes) for name in (flag.name, *_alias_names(flag))]
+
+
+def environment_name(flag_name: str) -> str:
+    """max-num-seqs -> POISE_MAX_NUM_SEQS"""
+    return "POISE_" + flag_name.upper().replace("-", "_")
+
+
+def resolve(
+    given: Mapping[str, object],
+    environment: Mapping[str, str] | None = None,
+    config_file: Path | None = None,
+) -> Settings:
+    """Joins the flags given (by flag name, None where absent), the environment, a TOML file and the defaults.
+
+    A flag beats the environment, the environment beats the file. Raises ConfigError naming the value and its place.
+    """
+    environment = os.environ if environment is None else environment
+    if config_file is None and environment.get("POISE_CONFIG"):
+        config_file = Path(environment["POISE_CONFIG"])
+    known = flag_names()
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(f"--{unknown[0]} is not a flag{nearest(unknown[0], known, '--')}")
+    layers = (
+        {name: (f"--{name}", value) for name, value in given.items() if value is not None},
+        _environment_layer(environment, known),
+        _file_layer(config_file, known) if config_file else {},
+    )
+    origins: dict[str, Origin] = {}
+    notes = unknown_variables(environment, known)
+    configs = []
+    for cls in CONFIG_CLASSES:
+        values = {}
+        for item in fields(cls):
+            flag = flag_of(item)
+            found = _first(flag, layers, notes)
+            if found is None:
+                assert item.default is not MISSING
+                values[item.name] = item.default
+                origins[flag.name] = Origin("default", flag.why)
+            else:
+                values[item.name], origins[flag.name] = found
+        configs.append(cls(**values))
+    source, cache, scheduler, compute, server = configs
+    return Settings(source, cache, scheduler, compute, server, origins, tuple(notes))
+
+
+Layer = Mapping[str, tuple[str, object]]  # flag name -> (place, raw value)
+
+
+def _first(flag: Flag, layers: Sequence[Layer], notes: list[str]) -> tuple[Any, Origin] | None:
+    """The value of the first layer that names the flag or one of its aliases."""
+    for layer in layers:
+        present = [name for name in (flag.name, *_alias_names(flag)) if name in layer]
+        if not present:
+            continue
+        if len(present) > 1:
+            places = " and ".join(layer[name][0] for name in present)
+            raise ConfigError(f"{places} say the same thing twice: give one of them")
+        place, raw = layer[present[0]]
+        alias = next((alias for alias in flag.aliases if alias.name == present[0]), None)
+        if alias is not None:
+            notes.append(f"{place}: {alias.note}")
+        try:
+            value = (alias or flag).parse(raw)
+        except ValueError as error:
+            shown = "the value" if flag.secret else repr(raw)
+            raise ConfigError(f"{place}: {shown} is not valid: {error}") from None
+        return value, Origin(place, alias.note if alias else "as asked")
+    return None
+
+
+def _environment_layer(
+    environment: Mapping[str, str], known: Sequence[str]
+) -> dict[str, tuple[str, object]]:
+    layer: dict[str, tuple[str, object]] = {}
+    for name in known:
+        variable = environment_name(name)
+        if environment.get(variable):  # an empty variable counts as absent
+            layer[name] = (variable, environment[variable])
+    return layer
+
+
+def _file_layer(path: Path, known: Sequence[str]) -> dict[str, tuple[str, object]]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}") from None
+    layer: dict[str, tuple[str, object]] = {}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            raise ConfigError(f"{path}: {key!r} is not a setting{nearest(name, known, '')}")
+        if name in layer:
+            raise ConfigError(f"{path}: {key!r} is given twice")
+        layer[name] = (f"{key} in {path}", value)
+    return layer
+
+
+def unknown_variables(environment: Mapping[str, str], known: Sequence[str]) -> list[str]:
+    """One line for each POISE_ variable that nothing reads."""
+    names = [environment_name(name) for name in known] + [*NOT_FLAGS, "POISE_CONFIG"]
+    return [
+        f"{variable} is not read by poise{nearest(variable, names, '')}"
+        for variable in sorted(environment)
+        if variable.startswith("POISE_") and variable not in names
+    ]
+
+
+def nearest(name: str, known: Sequence[str], prefix: str) -> str:
+    """A hint to append to an error: the known name closest to the one given, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _alias_names(flag: Flag) -> list[str]:
+    return [alias.name for alias in flag.aliases]
