@@ -1,0 +1,220 @@
+"""Executors without a model. `ScriptedExecutor` draws fake tokens and holds the scheduler to its contract.
+
+Knows the two records of core/output only. Invariant: a token is a pure function of all tokens before it, the
+seed and the choice, so whatever the schedule, the answer is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from poise.core.block_pool import NULL_BLOCK_ID
+from poise.core.output import (
+    EngineSampling,
+    KVGroupSpec,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+
+Slot = tuple[int, int]
+
+
+class ContractViolationError(Exception):
+    """A step that a real executor would have answered with wrong bytes."""
+
+
+class InjectedFailureError(Exception):
+    """The failure that a test asked for."""
+
+
+def scripted_token(
+    token_ids: Sequence[int], sampling: EngineSampling, num_prompt_tokens: int, vocab_size: int
+) -> int:
+    """The next token: a hash of what is known, stop ids left out while min_tokens bans them."""
+    content = struct.pack(f"<QI{len(token_ids)}I", sampling.seed, sampling.choice, *token_ids)
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    token_id = int.from_bytes(digest, "little") % vocab_size
+    if len(token_ids) - num_prompt_tokens < sampling.params.min_tokens:
+        assert len(sampling.stop_token_ids) < vocab_size
+        while token_id in sampling.stop_token_ids:
+            token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+@dataclass(slots=True)
+class _Held:
+    """What an executor knows of one request. `prefixes[p]` names the tokens at 0 … p: what a slot must hold."""
+
+    token_ids: list[int]
+    prefixes: list[int]
+    num_prompt_tokens: int
+    sampling: EngineSampling
+    block_tables: list[list[int]]
+    end: int = 0  # positions before it have their KV in pages
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.prefixes.append(hash((self.prefixes[-1] if self.prefixes else 0, token_id)))
+
+
+class ScriptedExecutor:
+    """Simulates the KV pages slot by slot: (page, offset) holds the group and the prefix that was written there.
+
+    Within a step all rows are written before any row attends, as in a real model's layers. `broken` are requests
+    to report as broken; `fail_next` makes the next step raise after it has overwritten its pages with rubbish.
+    """
+
+    def __init__(
+        self, groups: Sequence[KVGroupSpec], num_blocks: int, block_size: int, vocab_size: int
+    ) -> None:
+        self.broken: set[int] = set()
+        self.fail_next = False
+        self._windows = tuple(group.sliding_window for group in groups)
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._slots: dict[Slot, tuple[int, int] | None] = {}
+        self._held: dict[int, _Held] = {}
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step; raises ContractViolationError if it could not be computed right."""
+        self._take_requests(output)
+        if sum(item.num_tokens for item in output.scheduled) != output.num_tokens:
+            raise ContractViolationError(
+                f"num_tokens is {output.num_tokens}, the rows are not as many"
+            )
+        for item in output.scheduled:
+            self._check_rows(item)
+        self._write(output)
+        if self.fail_next:
+            self.fail_next = False
+            raise InjectedFailureError(f"step {output.step}")
+        for item in output.scheduled:
+            self._attend(item)
+        return self._answer(output)
+
+    def _take_requests(self, output: SchedulerOutput) -> None:
+        for request_id in output.removed_request_ids:
+            self._held.pop(request_id, None)
+        for new in output.new_requests:
+            if new.request_id in self._held:
+                raise ContractViolationError(
+                    f"request {new.request_id} is new, but was not removed"
+                )
+            tables = [list(table) for table in new.block_tables]
+            held = _Held([], [], new.num_prompt_tokens, new.sampling, tables)
+            for token_id in new.token_ids:
+                held.append(token_id)
+            self._held[new.request_id] = held
+        new_ids = {new.request_id for new in output.new_requests}
+        for item in output.scheduled:
+            if item.request_id not in self._held:
+                raise ContractViolationError(f"request {item.request_id} is unknown")
+            if item.request_id in new_ids and any(item.new_block_ids):
+                raise ContractViolationError(f"request {item.request_id} is new and has new blocks")
+            tables = self._held[item.request_id].block_tables
+            for table, block_ids in zip(tables, item.new_block_ids, strict=True):
+                table.extend(block_ids)
+
+    def _check_rows(self, item: ScheduledRequest) -> None:
+        held = self._held[item.request_id]
+        end = item.start + item.num_tokens
+        name = f"request {item.request_id}, rows {item.start} … {end - 1}"
+        if item.num_tokens <= 0 or end > len(held.token_ids):
+            raise ContractViolationError(f"{name}: {len(held.token_ids)} tokens are known")
+        if item.samples != (end == len(held.token_ids)):
+            raise ContractViolationError(f"{name}: samples is {item.samples}")
+        if item.start != held.end and item.start % self._block_size != 0:
+            raise ContractViolationError(f"{name}: a jump from {held.end} that is no prefix hit")
+        if item.start < held.end:
+            raise ContractViolationError(f"{name}: computed up to {held.end} already")
+        for table in held.block_tables:
+            if len(table) * self._block_size < end:
+                raise ContractViolationError(f"{name}: a block table of {len(table)} blocks")
+            if any(b != NULL_BLOCK_ID and not 0 <= b < self._num_blocks for b in table):
+                raise ContractViolationError(f"{name}: a block id outside the pool")
+
+    def _write(self, output: SchedulerOutput) -> None:
+        """All rows' KV. A page that is written to may be in reach of no other request, except those that hit it
+        in this very step; so each slot is written once."""
+        written: set[Slot] = set()
+        reached = self._slots_in_reach()
+        for item in output.scheduled:
+            held = self._held[item.request_id]
+            for group, position, slot in self._visible_slots(
+                held, item.start, item.start + item.num_tokens
+            ):
+                if position < item.start:
+                    continue
+                if slot in written or slot in reached:
+                    raise ContractViolationError(
+                        f"request {item.request_id} writes to a shared slot {slot}"
+                    )
+                if slot[0] == NULL_BLOCK_ID:
+                    raise ContractViolationError(
+                        f"request {item.request_id} writes position {position} of group {group} nowhere"
+                    )
+                written.add(slot)
+                self._slots[slot] = None if self.fail_next else (group, held.prefixes[position])
+
+    def _slots_in_reach(self) -> set[Slot]:
+        """Slots written in earlier steps that some request will still attend to."""
+        return {
+            slot
+            for held in self._held.values()
+            for _, _, slot in self._visible_slots(held, held.end, held.end)
+        }
+
+    def _visible_slots(self, held: _Held, start: int, end: int) -> Iterator[tuple[int, int, Slot]]:
+        """(group, position, slot) of all that rows from `start` on see before position `end`."""
+        for group, (window, table) in enumerate(zip(self._windows, held.block_tables)):
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, end):
+                block, offset = divmod(position, self._block_size)
+                yield group, position, (table[block], offset)
+
+    def _attend(self, item: ScheduledRequest) -> None:
+        held = self._held[item.request_id]
+        held.end = item.start + item.num_tokens
+        for group, position, slot in self._visible_slots(held, item.start, held.end):
+            if self._slots.get(slot) != (group, held.prefixes[position]):
+                raise ContractViolationError(
+                    f"request {item.request_id}, group {group}: page {slot[0]} holds something else at "
+                    f"position {position}"
+                )
+
+    def _answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        token_ids: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        broken = set()
+        for item in output.scheduled:
+            held = self._held[item.request_id]
+            params = held.sampling.params
+            if params.prompt_logprobs is not None:
+                last = min(item.start + item.num_tokens, held.num_prompt_tokens - 1)
+                prompt_logprobs[item.request_id] = [
+                    self._logprob(held, p) for p in range(item.start + 1, last + 1)
+                ]
+            if not item.samples:
+                continue
+            if item.request_id in self.broken:
+                broken.add(item.request_id)
+                continue
+            token_id = scripted_token(
+                held.token_ids, held.sampling, held.num_prompt_tokens, self._vocab_size
+            )
+            held.append(token_id)
+            token_ids[item.request_id] = [token_id]
+            if params.logprobs is not None:
+                logprobs[item.request_id] = [self._logprob(held, len(held.token_ids) - 1)]
+        return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, frozenset(broken))
+
+    def _logprob(self, held: _Held, position: int) -> TokenLogprobs:
+        """A made-up value that only the prefix decides."""
+        return TokenLogprobs(held.token_ids[position], -(held.prefixes[position] % 997) / 100, 1)

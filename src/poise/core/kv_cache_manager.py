@@ -1,0 +1,276 @@
+"""Pages for requests: block tables per KV group, prefix hits, and what a step adds to the prefix cache.
+
+Knows requests and pages; does not know budgets, order or policies. Invariant: shared pages are full and are
+never written, so nothing is ever copied; a page computed by the step in flight is findable from the moment it
+is scheduled, stays so if the step returns, and is forgotten if it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from poise.core.block_pool import NULL_BLOCK_ID, BlockPool
+from poise.core.output import KVGroupSpec
+from poise.core.prefix_cache import PrefillClaims, PrefixCache
+from poise.core.request import Request
+
+BlockIds = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached pages for positions start … end-1 of a request, both at block edges: per group, one id per block."""
+
+    start: int
+    end: int
+    blocks: BlockIds
+
+
+class KVCacheManager:
+    """One pool for all KV groups. Without `prefix_cache` nothing is shared."""
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroupSpec],
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: PrefixCache | None,
+    ) -> None:
+        assert groups, "a model has at least one KV group"
+        assert prefix_cache is None or prefix_cache.block_size == block_size
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self._windows = tuple(group.sliding_window for group in groups)
+        self._slides = any(window is not None for window in self._windows)
+        self.no_blocks: BlockIds = ((),) * len(groups)
+        self._cache = prefix_cache
+        self._claims = PrefillClaims()
+        self._pending: dict[
+            int, list[int]
+        ] = {}  # pages that the step in flight computes, by request
+
+    # --- how much fits -------------------------------------------------------------------------------------
+
+    def num_blocks_needed(self, num_tokens: int, max_chunk: int) -> int:
+        """The most pages that a request of `num_tokens` holds at once when computed in chunks up to `max_chunk`."""
+        return sum(self._group_need(window, num_tokens, max_chunk) for window in self._windows)
+
+    def _group_need(self, window: int | None, num_tokens: int, max_chunk: int) -> int:
+        num_blocks = -(-num_tokens // self.block_size)
+        if window is None:
+            return num_blocks
+        return min(num_blocks, (window + max_chunk) // self.block_size + 2)
+
+    def fits_now(self, request: Request, hit: PrefixHit | None, max_chunk: int) -> bool:
+        """Whether free pages would do for all known tokens, beyond the pages of the hit that others hold anyway."""
+        need = self.num_blocks_needed(request.num_tokens, max_chunk)
+        if hit is not None:
+            need -= sum(b != NULL_BLOCK_ID and not self.pool.is_free(b) for b in _flat(hit.blocks))
+        return need <= self.pool.num_free
+
+    # --- prefix hits ---------------------------------------------------------------------------------------
+
+    def lookup(self, request: Request) -> PrefixHit | None:
+        """The longest hit, from where the request stands, that every group can serve; None if there is none.
+
+        At least the last known token is left to compute, and only a request at a block's edge can take a hit.
+        Nothing changes but the request's list of hashes.
+        """
+        size = self.block_size
+        first, partial = divmod(request.num_computed_tokens, size)
+        if self._cache is None:
+            return None
+        self._cache.extend_hashes(request.block_hashes, request.token_ids, request.cache_salt)
+        if partial or request.needs_prompt_logprobs:
+            return None
+        last = (request.num_tokens - 1) // size
+        found: list[list[int]] = []
+        for group, window in enumerate(self._windows):
+            blocks: list[int] = []
+            for i in range(first, last):
+                tokens = request.token_ids[i * size : (i + 1) * size]
+                block_id = self._cache.find(group, request.block_hashes[i], tokens)
+                if block_id is None and window is None:
+                    last = i
+                    break
+                blocks.append(NULL_BLOCK_ID if block_id is None else block_id)
+            found.append(blocks)
+        while (gap := self._last_gap(found, first, last)) is not None:
+            last = gap
+        if last <= first:
+            return None
+        return PrefixHit(
+            first * size,
+            last * size,
+            tuple(
+                tuple(
+                    block_id
+                    if first + i >= self._first_visible(window, last * size)
+                    else NULL_BLOCK_ID
+                    for i, block_id in enumerate(blocks[: last - first])
+                )
+                for window, blocks in zip(self._windows, found)
+            ),
+        )
+
+    def _last_gap(self, found: list[list[int]], first: int, last: int) -> int | None:
+        """The last block before `last` that some group must see from there and lacks."""
+        for window, blocks in zip(self._windows, found):
+            visible = self._first_visible(window, last * self.block_size)
+            for i in range(last - 1, max(first, visible) - 1, -1):
+                if blocks[i - first] == NULL_BLOCK_ID:
+                    return i
+        return None
+
+    def _first_visible(self, window: int | None, position: int) -> int:
+        """Index of the first block that the token at `position` sees: a window of w shows it and w-1 before it."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def num_unclaimed_tokens(self, request: Request, start: int, num_tokens: int) -> int:
+        """How many of `num_tokens` from `start` to compute before a block that another running request will.
+
+        0 tells the request to wait: it'll find that block in the cache. Blocks that it could not take as a hit
+        (its last token is in them), and one that it has begun itself, are its own to compute.
+        """
+        if self._cache is None or request.needs_prompt_logprobs:
+            return num_tokens
+        first = -(-start // self.block_size)
+        last = min(
+            -(-(start + num_tokens) // self.block_size), (request.num_tokens - 1) // self.block_size
+        )
+        claimed = self._claims.first_claimed_by_other(
+            request.block_hashes[first:last], request.request_id
+        )
+        return num_tokens if claimed is None else (first + claimed) * self.block_size - start
+
+    # --- allocation ----------------------------------------------------------------------------------------
+
+    def allocate(self, request: Request, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
+        """Takes the hit and pages for `num_tokens` after it; returns the ids added to each block table.
+
+        None if the pool has too few pages: then nothing has changed (but pages behind a window may be free).
+        """
+        if self._slides and request.block_tables:
+            self._release_behind_windows(request)
+        start = request.num_computed_tokens if hit is None else hit.end
+        num_held = len(request.block_tables[0]) if request.block_tables else 0
+        num_hit = 0 if hit is None else len(hit.blocks[0])
+        num_new = -(-(start + num_tokens) // self.block_size) - num_held - num_hit
+        if num_new == 0 and hit is None:
+            return self.no_blocks
+        num_taken = num_new * len(self._windows)
+        if hit is not None:
+            num_taken += sum(b != NULL_BLOCK_ID and self.pool.is_free(b) for b in _flat(hit.blocks))
+        if num_taken > self.pool.num_free:
+            return None
+        if not request.block_tables:
+            request.block_tables = tuple([] for _ in self._windows)
+        if hit is not None:
+            self._take_hit(request, hit)
+        for table in request.block_tables:
+            table.extend(self._take_page() for _ in range(num_new))
+        return tuple(tuple(table[num_held:]) for table in request.block_tables)
+
+    def _take_hit(self, request: Request, hit: PrefixHit) -> None:
+        for table, blocks in zip(request.block_tables, hit.blocks):
+            for block_id in blocks:
+                if block_id != NULL_BLOCK_ID:
+                    self.pool.share(block_id)
+            table.extend(blocks)
+        first = request.num_computed_tokens // self.block_size
+        last = hit.end // self.block_size
+        self._claims.release(request.block_hashes[first:last], request.request_id)
+        request.num_computed_tokens = hit.end
+
+    def _take_page(self) -> int:
+        block_id = self.pool.take()
+        if self._cache is not None:
+            self._cache.forget(block_id)
+        return block_id
+
+    def _release_behind_windows(self, request: Request) -> None:
+        for window, table in zip(self._windows, request.block_tables):
+            visible = min(self._first_visible(window, request.num_computed_tokens), len(table))
+            for i in range(visible - 1, -1, -1):
+                if table[i] == NULL_BLOCK_ID:
+                    break  # all before it are null already
+                self._release(table[i])
+                table[i] = NULL_BLOCK_ID
+
+    def _release(self, block_id: int) -> None:
+        keep = self._cache is not None and self._cache.holds(block_id)
+        self.pool.release(block_id, keep)
+
+    def free(self, request: Request) -> None:
+        """Gives back all pages and claims; the tail of the request will be evicted before its head."""
+        for column in reversed(list(zip(*request.block_tables))):
+            for block_id in column:
+                if block_id != NULL_BLOCK_ID:
+                    self._release(block_id)
+        request.block_tables = ()
+        first = request.num_computed_tokens // self.block_size
+        self._claims.release(request.block_hashes[first:], request.request_id)
+
+    # --- what a step adds to the cache ---------------------------------------------------------------------
+
+    def register_scheduled(self, request: Request, num_tokens: int) -> None:
+        """The step being built computes `num_tokens` more: blocks that become full can be hit from now on."""
+        if self._cache is None:
+            return
+        size = self.block_size
+        first = request.num_computed_tokens // size
+        last = (request.num_computed_tokens + num_tokens) // size
+        if first != last:
+            self._cache.extend_hashes(request.block_hashes, request.token_ids, request.cache_salt)
+            hashes = request.block_hashes
+            self._claims.release(hashes[first:last], request.request_id)
+            pending = self._pending.setdefault(request.request_id, [])
+            for i in range(first, last):
+                tokens = request.token_ids[i * size : (i + 1) * size]
+                for group, table in enumerate(request.block_tables):
+                    if self._cache.register(group, table[i], hashes[i], tokens):
+                        pending.append(table[i])
+        if last < len(request.block_hashes):
+            self._claims.claim(request.block_hashes[last:], request.request_id)
+
+    def confirm_step(self, broken: Iterable[int] = ()) -> None:
+        """The step returned: what it computed stays, except blocks of `broken` requests."""
+        for request_id in broken:
+            self._forget(self._pending.get(request_id, ()))
+        self._pending.clear()
+
+    def discard_step(self) -> None:
+        """The step failed: nothing of what it computed can be found any more."""
+        for block_ids in self._pending.values():
+            self._forget(block_ids)
+        self._pending.clear()
+
+    def forget_content(self, request: Request) -> None:
+        """Takes every page that the request holds out of the cache; others that share one keep it."""
+        for table in request.block_tables:
+            self._forget(table)
+
+    def _forget(self, block_ids: Iterable[int]) -> None:
+        if self._cache is not None:
+            for block_id in block_ids:
+                self._cache.forget(block_id)
+
+    # --- checks --------------------------------------------------------------------------------------------
+
+    def check_invariants(self, running: Iterable[Request]) -> None:
+        """Recomputes everything from the block tables of the running requests."""
+        running = list(running)
+        tables = [table for request in running for table in request.block_tables]
+        self.pool.check_invariants(b for table in tables for b in table if b != NULL_BLOCK_ID)
+        for request in running:
+            lengths = {len(table) for table in request.block_tables}
+            assert len(lengths) == 1, f"request {request.request_id}: tables differ in length"
+            assert lengths.pop() * self.block_size >= request.num_computed_tokens
+        assert self._claims.owners() <= {request.request_id for request in running}
+        if self._cache is not None:
+            self._cache.check_invariants()
+
+
+def _flat(blocks: BlockIds) -> Iterable[int]:
+    return (block_id for group in blocks for block_id in group)

@@ -1,0 +1,129 @@
+"""Which page holds the KV of which token prefix, and who is about to compute one.
+
+Knows blocks by hash and by token ids; does not know references, requests' progress or steps.
+Invariant: at most one page per (KV group, hash), and at most one (KV group, hash) per page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+DIGEST_BYTES = 32
+
+
+class _Entry(NamedTuple):
+    """What a registered page holds."""
+
+    group: int
+    block_hash: bytes
+    token_ids: tuple[int, ...]
+
+
+class PrefixCache:
+    """Full blocks by identity.
+
+        hash of block i = BLAKE2b(key, parent: hash of block i-1, token ids of block i)
+        parent of block 0 = BLAKE2b(key, identity, salt)
+
+    `key` (at most 64 bytes) is secret, so that nobody can construct collisions; `identity` names everything else
+    that decides a block's bytes (model digest, KV dtype, rope …). Fields are typed and length-prefixed. A hit
+    compares the token ids as well.
+    """
+
+    def __init__(self, *, key: bytes, identity: bytes, block_size: int, num_groups: int) -> None:
+        self.block_size = block_size
+        self._key = key
+        self._identity = identity
+        self._pack_tokens = struct.Struct(f"<{block_size}I").pack
+        self._block_by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._entry_by_block: dict[int, _Entry] = {}
+
+    def extend_hashes(self, hashes: list[bytes], token_ids: Sequence[int], salt: bytes) -> None:
+        """Appends to `hashes` those of the full blocks of `token_ids` that it lacks."""
+        size = self.block_size
+        for i in range(len(hashes), len(token_ids) // size):
+            parent = hashes[-1] if hashes else self._digest(b"I", self._identity, b"S", salt)
+            tokens = self._pack_tokens(*token_ids[i * size : (i + 1) * size])
+            hashes.append(self._digest(b"P", parent, b"T", tokens))
+
+    def _digest(self, *tags_and_fields: bytes) -> bytes:
+        digest = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES)
+        for tag, field in zip(tags_and_fields[::2], tags_and_fields[1::2]):
+            digest.update(tag + len(field).to_bytes(8, "little") + field)
+        return digest.digest()
+
+    def find(self, group: int, block_hash: bytes, token_ids: Sequence[int]) -> int | None:
+        """The page that holds this block, or None."""
+        block_id = self._block_by_hash[group].get(block_hash)
+        if block_id is None or self._entry_by_block[block_id].token_ids != tuple(token_ids):
+            return None
+        return block_id
+
+    def register(
+        self, group: int, block_id: int, block_hash: bytes, token_ids: Sequence[int]
+    ) -> bool:
+        """Makes a page findable; False if another one already stands for this block."""
+        if block_hash in self._block_by_hash[group]:
+            return False
+        assert block_id not in self._entry_by_block, f"block {block_id} is registered twice"
+        self._block_by_hash[group][block_hash] = block_id
+        self._entry_by_block[block_id] = _Entry(group, block_hash, tuple(token_ids))
+        return True
+
+    def holds(self, block_id: int) -> bool:
+        return block_id in self._entry_by_block
+
+    def forget(self, block_id: int) -> None:
+        """The page's content can no longer be found; a page that was not registered is left alone."""
+        entry = self._entry_by_block.pop(block_id, None)
+        if entry is not None:
+            del self._block_by_hash[entry.group][entry.block_hash]
+
+    def check_invariants(self) -> None:
+        """Both maps must be each other's inverse."""
+        found = {
+            block_id: (group, block_hash)
+            for group, blocks in enumerate(self._block_by_hash)
+            for block_hash, block_id in blocks.items()
+        }
+        assert sum(map(len, self._block_by_hash)) == len(found), "a page stands for two blocks"
+        kept = {block_id: entry[:2] for block_id, entry in self._entry_by_block.items()}
+        assert found == kept, "hash map and page map differ"
+        assert all(len(e.token_ids) == self.block_size for e in self._entry_by_block.values())
+
+
+class PrefillClaims:
+    """For each full block that an admitted request has yet to compute: which request will.
+
+    Another one that comes to such a block waits for the page instead of computing it again. Waiting can't go in
+    circles: who waits at block i shares all blocks before it with the owner, and the owner, not past i itself,
+    either computes i next or waits at an earlier block.
+    """
+
+    def __init__(self) -> None:
+        self._owner_by_hash: dict[bytes, int] = {}
+
+    def first_claimed_by_other(self, hashes: Sequence[bytes], request_id: int) -> int | None:
+        """Index of the first of `hashes` that another request will compute."""
+        for i, block_hash in enumerate(hashes):
+            if self._owner_by_hash.get(block_hash, request_id) != request_id:
+                return i
+        return None
+
+    def claim(self, hashes: Sequence[bytes], request_id: int) -> None:
+        """Takes those that nobody has claimed."""
+        for block_hash in hashes:
+            self._owner_by_hash.setdefault(block_hash, request_id)
+
+    def release(self, hashes: Sequence[bytes], request_id: int) -> None:
+        """Gives up those that this request owns."""
+        for block_hash in hashes:
+            if self._owner_by_hash.get(block_hash) == request_id:
+                del self._owner_by_hash[block_hash]
+
+    def owners(self) -> set[int]:
+        """Requests that own a claim (for checks)."""
+        return set(self._owner_by_hash.values())

@@ -1,0 +1,116 @@
+"""The state of one choice of one request, and the rule that ends it.
+
+Owns tokens, progress and times. Does not know blocks' content, other requests or text: block ids are kept here
+for the KV cache manager, which alone changes them. Invariant: num_computed_tokens < num_tokens while unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from poise.core.output import EngineSampling
+
+
+class RequestStatus(Enum):
+    """Where a request stands. Only a running one holds blocks, and only it is known to the executor."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again, keeps its output, will be recomputed
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice on its way through the scheduler.
+
+        token_ids   | prompt ........................ | output .... |
+                    | computed: KV in pages ... | still to compute  |
+                    0                           num_computed_tokens num_tokens
+
+    Make it with `Request.create`. `request_id` is internal and never reused. `cache_salt` narrows with whom the
+    prefix is shared. `num_cached_tokens` are the prompt tokens taken from the prefix cache the first time through.
+    Times are seconds on the scheduler's clock.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: EngineSampling
+    max_tokens: int
+    arrival_time: float
+    cache_salt: bytes = b""
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_logprobs: int = 0  # delivered so far: positions 1 … num_prompt_logprobs
+    num_restarts: int = (
+        0  # times the KV was dropped to be recomputed: preempted, or its step failed
+    )
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+    block_tables: tuple[list[int], ...] = ()  # one per KV group; owned by the KV cache manager
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, extended when needed
+
+    @classmethod
+    def create(
+        cls,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        sampling: EngineSampling,
+        max_tokens: int,
+        arrival_time: float,
+        cache_salt: bytes = b"",
+    ) -> Request:
+        """A request that has just arrived. `max_tokens` is the resolved limit, at least 1."""
+        tokens = list(prompt_token_ids)
+        return cls(request_id, tokens, len(tokens), sampling, max_tokens, arrival_time, cache_salt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """True while prompt positions must still be computed to be reported, so that hits can't serve them."""
+        return (
+            self.sampling.params.prompt_logprobs is not None
+            and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+        )
+
+    def append_output(self, token_id: int, max_model_len: int) -> bool:
+        """Takes a drawn token (a stop token counts as output too); returns True if it ends the request."""
+        self.token_ids.append(token_id)
+        self.finish_reason, self.stop_reason = finish_rule(self, max_model_len)
+        return self.finish_reason is not None
+
+
+def finish_rule(request: Request, max_model_len: int) -> tuple[str | None, int | None]:
+    """(finish reason, stop reason) after the last output token, or (None, None) to go on.
+
+    A stop token ends the answer once `min_tokens` have been made. The stop reason is the id that the user asked
+    to stop at, and None for the model's own end-of-sequence token.
+    """
+    last = request.token_ids[-1]
+    num_output = request.num_output_tokens
+    sampling = request.sampling
+    if last in sampling.stop_token_ids and num_output >= sampling.params.min_tokens:
+        return "stop", last if last in sampling.params.stop_token_ids else None
+    if num_output >= request.max_tokens or request.num_tokens >= max_model_len:
+        return "length", None
+    return None, None
