@@ -1,0 +1,224 @@
+"""Numerics version 1 over whole arrays: products with each weight container, rope, attention.
+
+Knows rows and weights, not steps or pages. Invariant: a row's result depends on that row's inputs and keys alone;
+tiles below bound memory and change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from poise.kernels import reference_math as math
+from poise.kernels.ops import KEY_BLOCK, SPLIT
+from poise.kernels.reference_containers import FloatWeights, IntegerWeights
+from poise.kernels.reference_math import F32, F64
+
+TILE_TERMS = 1 << 21  # float64 terms held at once
+TILE_ROWS = 32
+
+State = tuple[
+    F32, F32, F32
+]  # maximum m and sum l [rows, heads], accumulator [rows, heads, head_dim]
+
+
+class IntegerMatrix:
+    """Levels less their zero point as float32 panels [groups, group, out] (exact), scales and minima [groups, out]."""
+
+    def __init__(self, weights: IntegerWeights) -> None:
+        rows = len(weights.levels)
+        centred = weights.levels.astype(np.float32) - np.float32(weights.zero)
+        panels = centred.reshape(rows, -1, weights.group).transpose(1, 2, 0)
+        self.panels: F32 = np.ascontiguousarray(panels)
+        self.scales: F32 = np.ascontiguousarray(weights.scales.T)
+        self.minima = None if weights.minima is None else np.ascontiguousarray(weights.minima.T)
+
+    def product(self, a: F32) -> F32:
+        """a [rows, in] → [rows, out], through int8 activations."""
+        groups, size, outputs = self.panels.shape
+        q, d, sums = math.quantise(a)
+        offsets = math.multiply(d, sums).T  # d·S per activation group
+        q = q.reshape(len(a), groups, size).transpose(1, 0, 2)
+        d = np.repeat(d, math.GROUP // size, axis=1).T
+        result = np.empty((len(a), outputs), np.float32)
+        for rows, columns in _tiles(len(a), outputs, 2 * groups):
+            # Partial sums are integers below 2^24, so the order inside matmul does not matter.
+            integers = q[:, rows] @ self.panels[:, :, columns] + np.float32(0)
+            scales = math.multiply(self.scales[:, np.newaxis, columns], d[:, rows, np.newaxis])
+            terms = math.widen(integers) * math.widen(scales)
+            if self.minima is not None:
+                minima = math.widen(self.minima[:, np.newaxis, columns])
+                minima = minima * math.widen(offsets[:, rows, np.newaxis])
+                terms = np.stack([terms, minima], axis=1).reshape(-1, *terms.shape[1:])
+            result[rows, columns] = math.accumulate(terms, np.zeros(terms.shape[1:], np.float32))
+        return result
+
+
+class FloatMatrix:
+    """Values [in, out] as float64 without denormals; bf16 rounds its activations and takes k in swapped pairs."""
+
+    def __init__(self, weights: FloatWeights) -> None:
+        self.paired = weights.type == "BF16"
+        self.values: F64 = np.ascontiguousarray(math.widen(weights.values).T)
+
+    def product(self, a: F32) -> F32:
+        """a [rows, in] → [rows, out]."""
+        width, outputs = self.values.shape
+        wide = math.widen(math.round_bf16(a) if self.paired else a).T
+        values = self.values
+        if self.paired:
+            wide, values = _swap_pairs(wide), _swap_pairs(values)
+        result = np.empty((len(a), outputs), np.float32)
+        for rows, columns in _tiles(len(a), outputs, width):
+            terms = wide[:, rows, np.newaxis] * values[:, np.newaxis, columns]
+            result[rows, columns] = math.accumulate(terms, np.zeros(terms.shape[1:], np.float32))
+        return result
+
+
+Matrix = IntegerMatrix | FloatMatrix
+
+
+def pack(weights: IntegerWeights | FloatWeights) -> Matrix:
+    if isinstance(weights, IntegerWeights):
+        return IntegerMatrix(weights)
+    return FloatMatrix(weights)
+
+
+def _tiles(rows: int, columns: int, terms: int) -> Iterator[tuple[slice, slice]]:
+    tile_rows = min(rows, TILE_ROWS)
+    width = max(1, TILE_TERMS // (terms * max(1, tile_rows)))
+    for row in range(0, rows, TILE_ROWS):
+        for column in range(0, columns, width):
+            yield slice(row, row + TILE_ROWS), slice(column, column + width)
+
+
+def _swap_pairs(terms: F64) -> F64:
+    """Axis 0 padded with zero to an even length, then 1, 0, 3, 2, …: the odd element of a pair comes first."""
+    padding = [(0, len(terms) % 2)] + [(0, 0)] * (terms.ndim - 1)
+    padded = np.pad(terms, padding)
+    return padded.reshape(-1, 2, *terms.shape[1:])[:, ::-1].reshape(padded.shape)
+
+
+def rotate(x: F32, cosine: F32, sine: F32) -> F32:
+    """Rope: x [rows, heads, head_dim] by cosine and sine [rows, 1, pairs]; element i pairs with i + pairs."""
+    pairs = cosine.shape[-1]
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    return np.concatenate(
+        [
+            math.fma32(first, cosine, -math.multiply(second, sine)),
+            math.fma32(second, cosine, math.multiply(first, sine)),
+            x[..., 2 * pairs :],
+        ],
+        axis=-1,
+    )
+
+
+def gate(g: F32, u: F32) -> F32:
+    return math.multiply(math.silu(g), u)
+
+
+def attend(q: F32, keys: F32, values: F32, positions: NDArray[np.int32]) -> F32:
+    """Attention of one sequence's rows over its keys.
+
+    q: [rows, heads, head_dim], scaled, bf16 values. keys, values: [tokens, KV heads, head_dim], bf16 values, tokens
+    0…max(positions). A row at position p sees tokens 0…p.
+    """
+    padding = -len(keys) % KEY_BLOCK
+    per_kv_head = q.shape[1] // keys.shape[1]
+    keys, values = (
+        np.pad(array, ((0, padding), (0, 0), (0, 0))).repeat(per_kv_head, axis=1)
+        for array in (keys, values)
+    )
+    result = np.empty_like(q)
+    for begin in range(0, len(q), TILE_ROWS):
+        tile = slice(begin, begin + TILE_ROWS)
+        result[tile] = _attend_tile(q[tile], keys, values, positions[tile])
+    return result
+
+
+def _attend_tile(q: F32, keys: F32, values: F32, positions: NDArray[np.int32]) -> F32:
+    total = _split(q, keys, values, positions, 0)
+    for start in range(SPLIT, int(positions.max()) + 1, SPLIT):
+        live = np.flatnonzero(positions >= start)
+        state = _split(q[live], keys, values, positions[live], start)
+        _replace(total, live, _fold(_take(total, live), state))
+    _, weight_sum, acc = total
+    # + 0: whether a masked term was added, skipped or negative must not show in the sign of a zero.
+    return math.add(math.divide(acc, weight_sum[..., np.newaxis]), np.float32(0))
+
+
+def _take(state: State, rows: NDArray[np.intp]) -> State:
+    return state[0][rows], state[1][rows], state[2][rows]
+
+
+def _replace(state: State, rows: NDArray[np.intp], new: State) -> None:
+    for whole, part in zip(state, new, strict=True):
+        whole[rows] = part
+
+
+def _fold(left: State, right: State) -> State:
+    peak = np.maximum(left[0], right[0])
+    keep = math.exp(math.subtract(left[0], peak))
+    gain = math.exp(math.subtract(right[0], peak))
+    weight_sum = math.fma32(right[1], gain, math.multiply(left[1], keep))
+    kept = math.multiply(left[2], keep[..., np.newaxis])
+    return peak, weight_sum, math.fma32(right[2], gain[..., np.newaxis], kept)
+
+
+def _split(q: F32, keys: F32, values: F32, positions: NDArray[np.int32], start: int) -> State:
+    """The softmax state of rows, all at or past `start`, over positions start … start + 255."""
+    rows, heads, head_dim = q.shape
+    nothing = np.full((rows, heads), -np.inf, np.float32)
+    zero = np.zeros((rows, heads), np.float32)
+    state = nothing, zero, np.zeros((rows, heads, head_dim), np.float32)
+    for block in range(start, min(start + SPLIT, int(positions.max()) + 1), KEY_BLOCK):
+        live = np.flatnonzero(positions >= block)
+        tokens = slice(block, block + KEY_BLOCK)
+        visible = np.arange(block, block + KEY_BLOCK) <= positions[live, np.newaxis]
+        update = _first_block if block == start else _next_block
+        scores = _scores(q[live], keys[tokens])
+        _replace(state, live, update(_take(state, live), scores, values[tokens], visible))
+    return state
+
+
+def _scores(q: F32, keys: F32) -> F32:
+    """[rows, heads, tokens]: bf16 product over head_dim."""
+    wide = _swap_pairs(math.widen(q).transpose(2, 0, 1))
+    terms = wide[..., np.newaxis] * _swap_pairs(math.widen(keys).transpose(2, 1, 0))[:, np.newaxis]
+    return math.accumulate(terms, np.zeros(terms.shape[1:], np.float32))
+
+
+def _first_block(state: State, scores: F32, values: F32, visible: NDArray[np.bool_]) -> State:
+    peak = _visible_peak(scores, visible)
+    e = _weights(scores, peak, visible)
+    return peak, math.row_sum(e), _add_values(state[2], e, values, visible)
+
+
+def _next_block(state: State, scores: F32, values: F32, visible: NDArray[np.bool_]) -> State:
+    peak = np.maximum(state[0], _visible_peak(scores, visible))
+    decay = math.exp(math.subtract(state[0], peak))
+    e = _weights(scores, peak, visible)
+    acc = math.multiply(state[2], decay[..., np.newaxis])
+    weight_sum = math.fma32(state[1], decay, math.row_sum(e))
+    return peak, weight_sum, _add_values(acc, e, values, visible)
+
+
+def _visible_peak(scores: F32, visible: NDArray[np.bool_]) -> F32:
+    masked = np.where(visible[:, np.newaxis], scores, np.float32(-np.inf))
+    return np.asarray(masked.max(axis=-1), np.float32)
+
+
+def _weights(scores: F32, peak: F32, visible: NDArray[np.bool_]) -> F32:
+    e = math.exp(math.subtract(scores, peak[..., np.newaxis]))
+    return np.where(visible[:, np.newaxis], e, np.float32(0))
+
+
+@math.quiet
+def _add_values(acc: F32, e: F32, values: F32, visible: NDArray[np.bool_]) -> F32:
+    """acc [rows, heads, head_dim] + bf16(e) · values [tokens, heads, head_dim]; a masked token adds +0 whatever it holds."""
+    weights = math.widen(math.round_bf16(e)).transpose(2, 0, 1)[..., np.newaxis]
+    terms = weights * math.widen(values)[:, np.newaxis]
+    terms = np.where(visible.T[:, :, np.newaxis, np.newaxis], terms, 0.0)
+    return math.accumulate(_swap_pairs(terms), acc)
