@@ -39,7 +39,11 @@ class Checkpoint(Protocol):
     name: str
     format: str  # for people: "GGUF Q4_1", "safetensors BF16"
     config: ModelConfig
-    tokenizer: TokenizerData
+
+    @property
+    def tokenizer(self) -> TokenizerData:
+        """Decoded on first use."""
+        ...
 
     def tensor(self, name: str) -> RawTensor:
         """The tensor of that canonical name; ModelFileError if the file lacks it."""
