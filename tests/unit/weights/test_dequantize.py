@@ -6,10 +6,10 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize as gguf_dequantize
-from tiny_models import SCALE_OFFSETS, random_blocks
 
 from poise.weights.checkpoint import RawTensor
 from poise.weights.dequantize import GGML_TYPES, dequantize
+from tiny_models import SCALE_OFFSETS, random_blocks
 
 QUANTISED = sorted(SCALE_OFFSETS)
 EDGE_SCALES = [0.0, -0.0, 65504.0, -65504.0, 6e-8, -6e-8, 6.1e-5, 1.0, -1.0]

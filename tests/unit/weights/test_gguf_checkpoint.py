@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import TinyModel, byte_tokens, permute_heads, write_gguf
 
 from poise.errors import ModelFileError
 from poise.models.config import RopeConfig
@@ -18,6 +17,7 @@ from poise.weights.dequantize import dequantize
 from poise.weights.gguf import GGUFFile
 from poise.weights.gguf_checkpoint import GGUFCheckpoint, rotary_row_order
 from poise.weights.open_checkpoint import open_checkpoint
+from tiny_models import TinyModel, byte_tokens, permute_heads, write_gguf
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 
