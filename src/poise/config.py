@@ -10,7 +10,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Flag:
     """How users name a field and write its value. `why` gives the reason for the default in `--explain`."""
 
     name: str  # without dashes in front: "max-num-seqs"
+    default: Any
     parse: Parser
     help: str
     why: str
@@ -62,7 +63,9 @@ def setting(
     secret: bool = False,
 ) -> Any:
     """A dataclass field with its flag."""
-    return field(default=default, metadata={"flag": Flag(name, parse, help, why, aliases, secret)})
+    return field(
+        default=default, metadata={"flag": Flag(name, default, parse, help, why, aliases, secret)}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def check(config: Any) -> None:
     """Raises ConfigError for a field that its own flag would refuse; the default of a field is always fine."""
     for item in fields(config):
         value = getattr(config, item.name)
-        if value == item.default:
+        if value == flag_of(item).default:
             continue
         try:
             parsed = flag_of(item).parse(value)
@@ -305,8 +308,7 @@ def resolve(
             flag = flag_of(item)
             found = _first(flag, layers, notes)
             if found is None:
-                assert item.default is not MISSING
-                values[item.name] = item.default
+                values[item.name] = flag.default
                 origins[flag.name] = Origin("default", flag.why)
             else:
                 values[item.name], origins[flag.name] = found

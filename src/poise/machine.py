@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from poise import __version__
+
 ROOT = Path("/")
 REPORTED_PACKAGES = (
     "numpy",
@@ -26,7 +28,7 @@ REPORTED_PACKAGES = (
     "httptools",
     "msgspec",
     "prometheus-client",
-    "typer",
+    "click",
     "rich",
 )
 
@@ -38,16 +40,6 @@ class CgroupLimits:
     cpus: float | None = None
     memory_bytes: int | None = None
     memory_left_bytes: int | None = None
-
-
-def version() -> str:
-    """The version of the installed distribution; "source tree" when poise was never installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("poise")
-    except metadata.PackageNotFoundError:
-        return "source tree"
 
 
 def allowed_cpus() -> frozenset[int]:
@@ -127,7 +119,7 @@ def environment_report() -> dict[str, object]:
     """What a bug report, a record and a fingerprint say of this installation and host."""
     limits = cgroup_limits()
     return {
-        "poise": version(),
+        "poise": __version__,
         "isa": _isa(),
         "threads": default_threads(),
         "cpu": cpu_model(),
@@ -238,8 +230,8 @@ def _isa() -> str:
     """The kernel variant in use; the extension is imported only when asked for."""
     try:
         from poise.kernels.cpu import isa
-    except ImportError as error:
-        return f"not built ({error})"
+    except ImportError:
+        return "no kernels: the extension is not built"
     return isa()
 
 

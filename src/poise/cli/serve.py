@@ -1,0 +1,151 @@
+"""`poise serve`: loads a model and answers OpenAI's API with it.
+
+Owns the start: address first, then the model, then the lines that say what is served. Invariant: a port that is taken is
+reported before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from poise import __version__
+from poise.cli.local_engine import load_engine
+from poise.cli.options import model_argument, settings_options
+from poise.config import (
+    CacheConfig,
+    ComputeConfig,
+    ModelSource,
+    SchedulerConfig,
+    ServerConfig,
+    Settings,
+)
+
+if TYPE_CHECKING:
+    from poise.engine.client import EngineInfo
+    from poise.engine.llm_engine import LLMEngine
+
+CHAT_TOKENS = 2048  # what one chat is taken to hold, where the context allows it
+TEXT_FORMATTER = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+
+
+@click.command(
+    "serve",
+    epilog="Each flag has an environment twin (POISE_MAX_NUM_SEQS) and may stand in a TOML file (--config).",
+)
+@model_argument
+@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig, ServerConfig)
+@click.option("--explain", is_flag=True, help="Show each setting, its origin and reason, and stop.")
+def command(settings: Settings, explain: bool) -> None:
+    """Serve MODEL behind the OpenAI API."""
+    if explain:
+        from poise.cli.explain import explain as print_explanation
+
+        print_explanation(settings)
+        return
+    serve(settings)
+
+
+def serve(settings: Settings) -> None:
+    """Serves until SIGTERM or Ctrl-C; while the model loads, either ends the process at once with status 0."""
+    import uvloop
+
+    from poise.server.run import bind_socket
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    set_up_logging(settings.server.log_format)
+    try:
+        bound = bind_socket(settings.server.host, settings.server.port)
+        engine = load_engine(settings)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, bound, engine))
+    except KeyboardInterrupt:
+        return
+
+
+async def _serve(settings: Settings, bound: socket.socket, engine: LLMEngine) -> None:
+    from poise.engine.async_client import InProcessClient
+    from poise.server.app import create_app
+    from poise.server.run import Server
+
+    app = create_app(
+        InProcessClient.from_engine(engine),
+        engine.tokenizer,
+        engine.tokenizer,
+        settings.server,
+        engine.metrics.registry,
+        version=__version__,
+    )
+    url = url_of(bound)
+    lines = start_lines(engine.info, settings, url)
+    server = Server(
+        app, settings.server.shutdown_timeout, on_started=lambda: click.echo("\n".join(lines))
+    )
+    await server.serve(sockets=[bound])
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def set_up_logging(log_format: str) -> None:
+    """poise's loggers and warnings of others to stderr, one line each; JSON lines where asked for."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JSONFormatter() if log_format == "json" else TEXT_FORMATTER)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("poise").setLevel(logging.INFO)
+
+
+class JSONFormatter(logging.Formatter):
+    """Request lines are JSON already; other messages become an object with level and message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.name == "poise.requests":
+            return message
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        return json.dumps({"level": record.levelname.lower(), "message": message})
+
+
+def url_of(bound: socket.socket) -> str:
+    """An address that works on this machine, also where the server listens on every interface."""
+    host, port = bound.getsockname()[:2]
+    if host == "0.0.0.0":
+        host = "127.0.0.1"
+    elif ":" in host:
+        host = "[::1]" if host == "::" else f"[{host}]"
+    return f"http://{host}:{port}"
+
+
+def start_lines(info: EngineInfo, settings: Settings, url: str) -> list[str]:
+    """What a start prints: at most 12 lines, the last of which works when pasted."""
+    chat = min(CHAT_TOKENS, info.max_model_len)
+    num_chats = info.kv_capacity_tokens // chat
+    lines = {
+        "model": info.model,
+        **info.details,
+        "context": f"{info.max_model_len:,} tokens",
+        "KV cache": f"{info.kv_capacity_tokens:,} tokens: {num_chats:,} chats of {chat:,}",
+        "serving": f"{url}/v1",
+    }
+    return [f"{key:<12} {value}" for key, value in lines.items()] + [curl_line(info, settings, url)]
+
+
+def curl_line(info: EngineInfo, settings: Settings, url: str) -> str:
+    """A chat request in one line of shell."""
+    body = json.dumps(
+        {
+            "model": info.model,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+    ).replace("'", "'\\''")
+    key = " -H 'Authorization: Bearer KEY'" if settings.server.api_keys else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
