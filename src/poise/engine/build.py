@@ -1,0 +1,110 @@
+"""From "which model, how much memory, what limits" to a running engine: the one place where the rooms are put together.
+
+Knows every constructor and no behaviour. Invariant: what it could not build leaves nothing loaded.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
+from poise.core.clock import MonotonicClock
+from poise.core.kv_cache_manager import KVCacheManager
+from poise.core.prefix_cache import PrefixCache
+from poise.core.scheduler import Scheduler
+from poise.engine.client import EngineInfo
+from poise.engine.llm_engine import LLMEngine
+from poise.engine.metrics import EngineMetrics
+from poise.executor.load import LoadedExecutor, load_executor
+from poise.tokenizer.tokenizer import Tokenizer
+from poise.weights.checkpoint import Checkpoint
+from poise.weights.open_checkpoint import open_checkpoint
+from poise.weights.pull import resolve_model
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def build_engine(
+    source: ModelSource,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    compute: ComputeConfig,
+    *,
+    console: Console | None = None,
+    on_stage: Callable[[str], None] | None = None,
+) -> LLMEngine:
+    """Finds (pulling it if need be), opens and loads the model, and puts an engine around it.
+
+    `console` shows a download's progress; `on_stage` is told what comes next, in words fit for a log line. Raises
+    PullError, ModelFileError or ConfigError.
+    """
+    tell = on_stage or (lambda stage: None)
+    tell(f"finding {source.model}")
+    path = resolve_model(source.model, offline=source.offline, console=console)
+    checkpoint = open_checkpoint(path)
+    tell(f"loading {checkpoint.name} ({checkpoint.format})")
+    with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
+        tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
+        loaded = load_executor(checkpoint, cache, scheduler, compute)
+        try:
+            return _assemble(source, cache, scheduler, checkpoint, loaded, tokenizer.result())
+        except BaseException:
+            loaded.close()
+            raise
+
+
+def _assemble(
+    source: ModelSource,
+    cache: CacheConfig,
+    limits: SchedulerConfig,
+    checkpoint: Checkpoint,
+    loaded: LoadedExecutor,
+    tokenizer: Tokenizer,
+) -> LLMEngine:
+    clock = MonotonicClock()
+    prefix_cache = None
+    if cache.enable_prefix_caching:
+        prefix_cache = PrefixCache(
+            key=secrets.token_bytes(32),
+            identity=loaded.cache_identity,
+            block_size=loaded.block_size,
+            num_groups=len(loaded.kv_groups),
+        )
+    scheduler = Scheduler(
+        KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache),
+        clock,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=loaded.max_model_len,
+    )
+    info = EngineInfo(
+        model=source.served_name or checkpoint.name,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        kv_capacity_tokens=loaded.num_blocks // len(loaded.kv_groups) * loaded.block_size,
+        system_fingerprint=loaded.fingerprint,
+        details=dict(loaded.details),
+    )
+    metrics = EngineMetrics(
+        info.model,
+        max_model_len=loaded.max_model_len,
+        num_blocks=loaded.num_blocks,
+        cache_config={
+            "block_size": str(loaded.block_size),
+            "num_gpu_blocks": str(loaded.num_blocks),  # vLLM's word, also where there is no GPU
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+        },
+    )
+    return LLMEngine(
+        scheduler,
+        loaded.executor,
+        tokenizer,
+        info=info,
+        metrics=metrics,
+        clock=clock,
+        on_close=loaded.close,
+    )

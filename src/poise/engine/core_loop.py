@@ -1,0 +1,127 @@
+"""The thread that runs an LLMEngine: commands are drained between steps, outputs are handed over once per step.
+
+Knows nothing of asyncio. Invariant: every submitted key is answered, by deltas up to a final one, by an error, or by
+`on_stopped`, which is called exactly once and last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from poise.engine.client import EngineRequest, EngineStatus, RequestDelta
+from poise.engine.llm_engine import LLMEngine
+from poise.errors import EngineDeadError, InvalidRequestError
+
+Delivery = tuple[int, RequestDelta | InvalidRequestError]
+_Command = tuple[int, EngineRequest | None]  # None aborts
+
+
+class EngineLoop:
+    """Loads an engine with `factory` and runs it, both in one thread of its own.
+
+    `deliver`, `on_loaded` and `on_stopped` are called on that thread. The thread sleeps while there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], LLMEngine],
+        *,
+        deliver: Callable[[Sequence[Delivery]], None],
+        on_loaded: Callable[[], None],
+        on_stopped: Callable[[str], None],
+    ) -> None:
+        self._factory = factory
+        self._deliver = deliver
+        self._on_loaded = on_loaded
+        self._on_stopped = on_stopped
+        self._condition = threading.Condition()
+        self._commands: deque[_Command] = deque()
+        self._closing = False
+        self._stop_reason: str | None = None
+        self.engine: LLMEngine | None = None
+        self._thread = threading.Thread(target=self._run, name="poise-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def status(self) -> EngineStatus:
+        with self._condition:
+            if self._stop_reason is not None:
+                return EngineStatus(alive=False, ready=False, reason=self._stop_reason)
+            if self.engine is None:
+                return EngineStatus(alive=True, ready=False, reason="loading")
+            return EngineStatus(alive=True, ready=True)
+
+    def submit(self, key: int, request: EngineRequest) -> None:
+        """Queues a request under a key that was never used before; EngineDeadError if it can't be served."""
+        with self._condition:
+            if self._stop_reason is not None:
+                raise EngineDeadError(self._stop_reason)
+            if self._closing:
+                raise EngineDeadError("the engine is closing")
+            if self.engine is None:
+                raise EngineDeadError("the model is still loading")
+            self._commands.append((key, request))
+            self._condition.notify()
+
+    def abort(self, key: int) -> None:
+        """Ends a request before the next step; unknown and finished keys are no matter."""
+        with self._condition:
+            self._commands.append((key, None))
+            self._condition.notify()
+
+    def request_close(self) -> None:
+        """Lets the thread abort what runs and end; returns at once."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        reason = "the engine is closed"
+        try:
+            engine = self._factory()
+            with self._condition:
+                self.engine = engine
+            self._on_loaded()
+            try:
+                self._serve(engine)
+                if engine.failure is not None:
+                    reason = f"engine failed: {engine.failure}"
+            finally:
+                engine.close()
+        except BaseException as error:  # nothing may leave a waiting request without an answer
+            reason = f"engine failed: {type(error).__name__}: {error}"
+        with self._condition:
+            self._stop_reason = reason
+            self._commands.clear()  # their keys are answered by on_stopped
+        self._on_stopped(reason)
+
+    def _serve(self, engine: LLMEngine) -> None:
+        while engine.failure is None:
+            with self._condition:
+                while not (self._commands or self._closing or engine.has_unfinished_requests()):
+                    self._condition.wait()
+                commands = list(self._commands)
+                self._commands.clear()
+                closing = self._closing
+            outputs: list[Delivery] = []
+            for key, request in commands:
+                if request is None:
+                    engine.abort(key)
+                else:
+                    try:
+                        engine.add_request(key, request)
+                    except InvalidRequestError as error:
+                        outputs.append((key, error))
+            if closing:
+                engine.abort_all()
+            outputs.extend(engine.step())
+            if outputs:
+                self._deliver(outputs)
+            if closing:
+                return
