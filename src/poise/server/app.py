@@ -1,0 +1,205 @@
+"""The routes. Each handler parses, asks, answers; what is shared lives in `ServerState`.
+
+Invariant: every answer that isn't 2xx has OpenAI's error shape, whatever the path or method.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from poise.config import ServerConfig
+from poise.engine.client import EngineClient
+from poise.errors import InvalidRequestError, ModelNotFoundError, PoiseError
+from poise.server.edge import Edge
+from poise.server.fields import Fields
+from poise.server.generation import Generation, Headers, warning_headers
+from poise.server.http_errors import (
+    ClientGoneError,
+    describe,
+    error_response,
+    printable,
+    shown,
+)
+from poise.server.json_body import read_json_object
+from poise.server.parameters import DETOKENIZE_PARAMETERS, TOKENIZE_PARAMETERS, Parameter, sift
+from poise.server.protocol import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from poise.server.state import ServerState
+from poise.server.tokenizer_protocol import ChatEncoder, Tokenizer
+from poise.server.valid_request import (
+    ValidRequest,
+    check_model,
+    encode_chat,
+    parse_chat,
+    parse_completion,
+)
+
+logger = logging.getLogger("poise.server")
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    chat: ChatEncoder,
+    config: ServerConfig,
+    registry: CollectorRegistry,
+    *,
+    version: str,
+    heartbeat_seconds: float = 5.0,
+) -> Starlette:
+    """The ASGI application over an engine. `registry` is what /metrics shows; `app.state.server` is the ServerState."""
+    state = ServerState(client, tokenizer, chat, config, heartbeat_seconds)
+    handlers = _Handlers(state, registry, version)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", handlers.completions, methods=["POST"]),
+            Route("/v1/chat/completions", handlers.chat_completions, methods=["POST"]),
+            Route("/v1/models", handlers.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", handlers.model, methods=["GET"]),
+            Route("/tokenize", handlers.tokenize, methods=["POST"]),
+            Route("/detokenize", handlers.detokenize, methods=["POST"]),
+            Route("/health", handlers.health, methods=["GET"]),
+            Route("/ready", handlers.ready, methods=["GET"]),
+            Route("/metrics", handlers.metrics, methods=["GET"]),
+            Route("/version", handlers.version, methods=["GET"]),
+        ],
+        middleware=[Middleware(Edge, api_keys=config.api_keys)],
+        exception_handlers={
+            PoiseError: error_response,
+            ClientGoneError: error_response,
+            HTTPException: error_response,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app
+
+
+class _Handlers:
+    """One method per route."""
+
+    def __init__(self, state: ServerState, registry: CollectorRegistry, version: str) -> None:
+        self._state = state
+        self._registry = registry
+        self._version = version
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Generation:
+        return await self._generation(request, chat=False)
+
+    async def chat_completions(self, request: Request) -> Generation:
+        return await self._generation(request, chat=True)
+
+    async def _generation(self, request: Request, *, chat: bool) -> Generation:
+        request_id = f"{'chatcmpl' if chat else 'cmpl'}-{request.state.request_id}"
+        client_id: str | None = request.state.client_id
+        state = self._state
+        try:
+            state.check_ready()
+            body = await self._body(request)
+            parse = parse_chat if chat else parse_completion
+            valid: ValidRequest = await parse(
+                body,
+                state.prompts,
+                state.client.info,
+                request_id,
+                lenient=state.config.lenient,
+            )
+            state.check_ready()
+        except PoiseError as error:
+            status, described = describe(error)
+            about = described.param or described.code
+            about = None if about is None else printable(about)
+            state.request_log.refused(request_id, client_id, status, about)
+            raise
+        _log_dropped(request_id, valid.dropped)
+        return Generation(state, valid, chat=chat, client_id=client_id)
+
+    async def tokenize(self, request: Request) -> Response:
+        fields, headers = await self._fields(request, TOKENIZE_PARAMETERS)
+        info = self._state.client.info
+        if "messages" in fields:
+            prompt = await encode_chat(fields, self._state.prompts, check_length=False)
+            ids = list(prompt.token_ids)
+        else:
+            text = fields.string("prompt")
+            if text is None:
+                raise InvalidRequestError("prompt is missing, expected a string.", "prompt")
+            special = fields.boolean("add_special_tokens", True)
+            ids = await self._state.prompts.text("prompt", text, add_special_tokens=special)
+        names = None
+        if fields.boolean("return_token_strs", False):
+            names = [self._state.token_names.name(token, False) for token in ids]
+        return _json(TokenizeAnswer(len(ids), info.max_model_len, ids, names), headers)
+
+    async def detokenize(self, request: Request) -> Response:
+        fields, headers = await self._fields(request, DETOKENIZE_PARAMETERS)
+        ids = fields.token_ids("tokens", self._state.client.info.vocab_size)
+        if ids is None:
+            raise InvalidRequestError("tokens is missing, expected a list of token ids.", "tokens")
+        text = self._state.tokenizer.decode(ids, skip_special_tokens=False)
+        return _json(DetokenizeAnswer(text), headers)
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList([self._card()]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._state.client.info.model:
+            raise ModelNotFoundError(
+                f"The model {shown(name)} doesn't exist here.", "model", "model_not_found"
+            )
+        return _json(self._card())
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "alive"})
+
+    async def ready(self, request: Request) -> Response:
+        self._state.check_ready()
+        return _json({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": self._version})
+
+    async def _fields(
+        self, request: Request, table: Mapping[str, Parameter]
+    ) -> tuple[Fields, Headers]:
+        """The sifted body of a request that needs no engine, and the headers its answer must carry."""
+        body = await self._body(request)
+        values, dropped = sift(body, table, lenient=self._state.config.lenient)
+        _log_dropped(request.state.request_id, dropped)
+        fields = Fields(values)
+        check_model(fields, self._state.client.info)
+        return fields, warning_headers(dropped)
+
+    async def _body(self, request: Request) -> dict[str, object]:
+        return await read_json_object(request, self._state.config.max_body_bytes)
+
+    def _card(self) -> ModelCard:
+        info = self._state.client.info
+        return ModelCard(info.model, self._created, info.max_model_len)
+
+
+def _log_dropped(request_id: str, dropped: Sequence[str]) -> None:
+    for name in dropped:
+        logger.warning("%s: unknown parameter %s dropped", request_id, printable(name))
+
+
+def _json(value: Any, headers: Headers | None = None) -> Response:
+    response = Response(msgspec.json.encode(value), media_type="application/json")
+    response.raw_headers.extend(headers or ())
+    return response

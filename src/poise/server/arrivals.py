@@ -1,0 +1,166 @@
+"""Brings together what one HTTP request waits for: its prompts' deltas, its client hanging up, and the next heartbeat.
+
+Knows nothing of formats. Invariant: leaving the `async with` block ends every engine iterator, so an answer that
+nobody will read is aborted, in whatever state it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from poise.core.output import TokenLogprobs
+from poise.engine.client import ChoiceDelta, EngineClient, EngineRequest, RequestDelta
+from poise.server.http_errors import ClientGoneError
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class Arrivals:
+    """Runs the engine requests and hands out what has arrived since the last call, joined per choice.
+
+    While the reader is slow, deltas collect here; joined, they take no more room than the answer itself.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[EngineRequest],
+        receive: Receive,
+        heartbeat_seconds: float,
+    ) -> None:
+        self._client = client
+        self._requests = requests
+        self._receive = receive
+        self._heartbeat_seconds = heartbeat_seconds
+        self._pending: list[tuple[int, RequestDelta]] = []
+        self._wakeup = asyncio.Event()
+        self._num_running = len(requests)
+        self._failure: Exception | None = None
+        self._client_gone = False
+        self._heartbeat_due = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_taken = self._loop.time()
+
+    async def __aenter__(self) -> Arrivals:
+        self._tasks = [asyncio.create_task(self._watch_client())]
+        for index, request in enumerate(self._requests):
+            self._tasks.append(asyncio.create_task(self._pump(index, request)))
+        self._timer = self._loop.call_later(self._heartbeat_seconds, self._beat)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def take(self) -> list[tuple[int, RequestDelta]] | None:
+        """New deltas as (prompt index, delta), in order; [] when a heartbeat is due; None after the last.
+
+        Raises ClientGoneError, or the first error that the engine raised.
+        """
+        while True:
+            if self._client_gone:
+                raise ClientGoneError
+            if self._pending:
+                arrived, self._pending = self._pending, []
+                self._last_taken = self._loop.time()
+                return arrived if len(arrived) == 1 else _joined(arrived)
+            if self._failure is not None:
+                raise self._failure
+            if self._num_running == 0:
+                return None
+            if self._heartbeat_due:
+                self._heartbeat_due = False
+                self._last_taken = self._loop.time()
+                return []
+            self._wakeup.clear()
+            await self._wakeup.wait()
+
+    async def _pump(self, index: int, request: EngineRequest) -> None:
+        stream = None
+        try:
+            stream = self._client.generate(request)
+            async for delta in stream:
+                self._pending.append((index, delta))
+                self._wakeup.set()
+            self._num_running -= 1
+        except Exception as error:
+            self._failure = self._failure or error
+        finally:
+            self._wakeup.set()
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._client_gone = True
+        self._wakeup.set()
+
+    def _beat(self) -> None:
+        idle = self._loop.time() - self._last_taken
+        wait = self._heartbeat_seconds - idle
+        if wait <= 0:
+            self._heartbeat_due = True
+            self._wakeup.set()
+            wait = self._heartbeat_seconds
+        self._timer = self._loop.call_later(wait, self._beat)
+
+
+def _joined(arrived: list[tuple[int, RequestDelta]]) -> list[tuple[int, RequestDelta]]:
+    """Joins deltas of the same prompt and choice; the order of first appearance stays."""
+    by_prompt: dict[int, list[RequestDelta]] = {}
+    for index, delta in arrived:
+        by_prompt.setdefault(index, []).append(delta)
+    return [
+        (index, deltas[0] if len(deltas) == 1 else join_deltas(deltas))
+        for index, deltas in by_prompt.items()
+    ]
+
+
+def join_deltas(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    """One delta that says what `deltas`, consecutive ones of a request, said."""
+    by_choice: dict[int, list[ChoiceDelta]] = {}
+    for delta in deltas:
+        for choice in delta.choices:
+            by_choice.setdefault(choice.index, []).append(choice)
+    prompt_logprobs = next(
+        (delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None
+    )
+    return RequestDelta(
+        request_id=deltas[0].request_id,
+        choices=[join_choice(choices) for choices in by_choice.values()],
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        prompt_logprobs=prompt_logprobs,
+        stats=deltas[-1].stats,
+    )
+
+
+def join_choice(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    """One delta that says what `deltas`, consecutive ones of a choice, said."""
+    if len(deltas) == 1:
+        return deltas[0]
+    logprobs: list[TokenLogprobs] | None = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return ChoiceDelta(
+        index=deltas[0].index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=logprobs,
+        finish_reason=deltas[-1].finish_reason,
+        stop_reason=deltas[-1].stop_reason,
+    )

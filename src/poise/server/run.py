@@ -1,0 +1,172 @@
+"""Binds the port, runs the server, and ends it: refuse, let answers finish, abort the rest, close the engine.
+
+Invariant: SIGTERM and Ctrl-C make `run_server` return normally (exit status 0), with the engine closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+
+from poise.errors import ConfigError
+from poise.server.state import ServerState
+
+logger = logging.getLogger("poise.server")
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = (
+    75  # longer than clients keep idle connections, so that they close them, not we
+)
+FLUSH_SECONDS = 5  # for answers to be written after the engine has ended them
+ENGINE_CLOSE_SECONDS = 30.0
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; call it before loading a model. Raises ConfigError in one line.
+
+    Connections wait in its backlog until the server runs.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port is {port}, expected 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} can't be resolved ({error}); try 127.0.0.1") from None
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(_why_not_bound(error, host, port)) from None
+    bound.setblocking(False)
+    return bound
+
+
+def _why_not_bound(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {host} is in use; stop the other server or choose another with --port"
+        )
+    if error.errno == errno.EACCES:
+        return f"no permission to listen on port {port}; choose one above 1023 with --port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"host {host} isn't an address of this machine; try 127.0.0.1 or 0.0.0.0"
+    return f"can't listen on {host} port {port}: {error.strerror}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our way to end."""
+
+    def __init__(
+        self, app: Starlette, shutdown_timeout: float, on_started: Callable[[], None] | None
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+            backlog=BACKLOG,
+        )
+        super().__init__(config)
+        self._state: ServerState = app.state.server
+        self._shutdown_timeout = shutdown_timeout
+        self._on_started = on_started
+
+    def stop(self) -> None:
+        """Begins the end; a second call ends it at once."""
+        self.force_exit = self.should_exit
+        self._state.draining = True
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are `run_server`'s affair: uvicorn would raise them again after a clean end."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_started is not None:
+            self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """While answers finish we still listen, so that /ready and new requests read "draining"."""
+        self._state.draining = True
+        deadline = asyncio.get_running_loop().time() + self._shutdown_timeout
+        while self._state.num_answering and not self.force_exit:
+            if asyncio.get_running_loop().time() >= deadline:
+                logger.warning("aborting %d answers", self._state.num_answering)
+                break
+            await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(ENGINE_CLOSE_SECONDS):
+                await self._state.client.close()
+        except TimeoutError:
+            logger.error("the engine didn't close within %g s", ENGINE_CLOSE_SECONDS)
+        await super().shutdown(sockets)
+
+
+def run_server(
+    make_app: Callable[[], Awaitable[Starlette]],
+    bound: socket.socket,
+    *,
+    shutdown_timeout: float = 0.0,
+    on_started: Callable[[], None] | None = None,
+) -> None:
+    """Makes the app on the server's event loop and serves until SIGTERM or Ctrl-C, then returns.
+
+    `make_app` may load a model first: a signal cancels it, an error of its own is raised from here. Answers get
+    `shutdown_timeout` seconds to finish, then end with finish reason abort; a second signal doesn't wait. `on_started`
+    is called once requests are being taken.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(make_app, bound, shutdown_timeout, on_started))
+
+
+async def _serve(
+    make_app: Callable[[], Awaitable[Starlette]],
+    bound: socket.socket,
+    shutdown_timeout: float,
+    on_started: Callable[[], None] | None,
+) -> None:
+    loop = asyncio.get_running_loop()
+    making = asyncio.ensure_future(make_app())
+    server: Server | None = None
+
+    def on_signal() -> None:
+        if server is None:
+            making.cancel()
+        else:
+            server.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        app = await making
+        server = Server(app, shutdown_timeout, on_started)
+        await server.serve(sockets=[bound])
+    except asyncio.CancelledError:
+        if not making.cancelled():
+            raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        bound.close()

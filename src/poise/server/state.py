@@ -1,0 +1,63 @@
+"""What the handlers of one server share, and whether it takes requests now.
+
+Invariant: `num_answering` counts exactly the answers in the making; draining never turns back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from poise.config import ServerConfig
+from poise.engine.client import EngineClient
+from poise.server.http_errors import unavailable
+from poise.server.logprobs import TokenNames
+from poise.server.prompts import PromptEncoder
+from poise.server.request_log import RequestLog
+from poise.server.tokenizer_protocol import ChatEncoder, Tokenizer
+
+
+class ServerState:
+    """Everything a handler needs."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        chat: ChatEncoder,
+        config: ServerConfig,
+        heartbeat_seconds: float,
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.config = config
+        self.heartbeat_seconds = heartbeat_seconds
+        self.token_names = TokenNames(tokenizer)
+        self.prompts = PromptEncoder(tokenizer, chat, client.info)
+        self.request_log = RequestLog(config.log_format)
+        self.draining = False
+        self.num_answering = 0
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Marks an answer in the making."""
+        self.num_answering += 1
+        try:
+            yield
+        finally:
+            self.num_answering -= 1
+
+    def not_ready_reason(self) -> str | None:
+        """Why a request would be refused now; None if it would be served."""
+        if self.draining:
+            return "draining"
+        status = self.client.status()
+        if status.alive and status.ready:
+            return None
+        return status.reason or ("engine not ready" if status.alive else "engine failed")
+
+    def check_ready(self) -> None:
+        """Raises HTTPStatusError 503 with the reason unless a request would be served now."""
+        reason = self.not_ready_reason()
+        if reason is not None:
+            raise unavailable(reason)
