@@ -15,6 +15,8 @@ from poise.engine.llm_engine import LLMEngine
 from poise.errors import EngineDeadError, InvalidRequestError
 
 Delivery = tuple[int, RequestDelta | InvalidRequestError]
+CLOSED = "the engine is closed"
+
 _Command = tuple[int, EngineRequest | None]  # None aborts
 
 
@@ -48,8 +50,9 @@ class EngineLoop:
 
     def status(self) -> EngineStatus:
         with self._condition:
-            if self._stop_reason is not None:
-                return EngineStatus(alive=False, ready=False, reason=self._stop_reason)
+            reason = self._death()
+            if reason is not None:
+                return EngineStatus(alive=False, ready=False, reason=reason)
             if self.engine is None:
                 return EngineStatus(alive=True, ready=False, reason="loading")
             return EngineStatus(alive=True, ready=True)
@@ -57,8 +60,9 @@ class EngineLoop:
     def submit(self, key: int, request: EngineRequest) -> None:
         """Queues a request under a key that was never used before; EngineDeadError if it can't be served."""
         with self._condition:
-            if self._stop_reason is not None:
-                raise EngineDeadError(self._stop_reason)
+            reason = self._death()
+            if reason is not None:
+                raise EngineDeadError(reason)
             if self._closing:
                 raise EngineDeadError("the engine is closing")
             if self.engine is None:
@@ -81,8 +85,18 @@ class EngineLoop:
     def join(self) -> None:
         self._thread.join()
 
+    def _death(self) -> str | None:
+        """Why nothing is served any more; a failing engine is dead before its thread has ended."""
+        if (
+            self._stop_reason is None
+            and self.engine is not None
+            and self.engine.failure is not None
+        ):
+            return CLOSED if self._closing else f"engine failed: {self.engine.failure}"
+        return self._stop_reason
+
     def _run(self) -> None:
-        reason = "the engine is closed"
+        reason = CLOSED
         try:
             engine = self._factory()
             with self._condition:
@@ -90,8 +104,7 @@ class EngineLoop:
             self._on_loaded()
             try:
                 self._serve(engine)
-                if engine.failure is not None:
-                    reason = f"engine failed: {engine.failure}"
+                reason = self._death() or CLOSED
             finally:
                 engine.close()
         except BaseException as error:  # nothing may leave a waiting request without an answer
