@@ -23,9 +23,10 @@ from poise.weights.dequantize import GGML_TYPES, GGMLType
 MAX_METADATA_KEYS = 4096
 MAX_TENSORS = 1 << 14
 MAX_NAME_BYTES = 256
-MAX_TEXT_BYTES = 24 << 20  # of all metadata strings together
-MAX_TEXT_ELEMENTS = 1 << 20  # strings in arrays, all together
-MAX_ARRAY_ELEMENTS = 1 << 22
+MAX_TEXT_BYTES = 16 << 20  # of all metadata strings together
+MAX_ARRAY_ELEMENTS = (
+    1_500_000  # of all metadata arrays together; decoded, both limits stay below 200 MB
+)
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 
@@ -79,7 +80,7 @@ class GGUFFile:
         self._map = map_file(path)
         self._size = len(self._map)
         self._text_bytes = 0
-        self._text_elements = 0
+        self._array_elements = 0
         self.metadata: dict[str, Scalar | ArrayField] = {}
         self.tensors: dict[str, TensorEntry] = {}
         position, num_keys, num_tensors = self._read_preamble()
@@ -186,9 +187,11 @@ class GGUFFile:
         code = self._u32(position, f"element type of {key!r}")
         count = self._u64(position + 4, f"element count of {key!r}")
         position += 12
-        if count > MAX_ARRAY_ELEMENTS:
+        self._array_elements += count
+        if self._array_elements > MAX_ARRAY_ELEMENTS:
             self._fail(
-                f"element count of {key!r}", f"is {count}, above the limit of {MAX_ARRAY_ELEMENTS}"
+                f"element count of {key!r}",
+                f"is {count}; all arrays together may have {MAX_ARRAY_ELEMENTS} elements",
             )
         field = ArrayField(key, code, count, position)
         if code == _STRING:
@@ -207,12 +210,6 @@ class GGUFFile:
     def _skip_strings(self, field: ArrayField) -> int:
         """Checks a string array and returns the position behind it; this loop is most of the opening time."""
         self._need(field.offset, 8 * field.count, repr(field.key))
-        self._text_elements += field.count
-        if self._text_elements > MAX_TEXT_ELEMENTS:
-            self._fail(
-                repr(field.key),
-                f"brings the number of strings to {self._text_elements}, above {MAX_TEXT_ELEMENTS}",
-            )
         position, data, size, unpack = field.offset, self._map, self._size, _U64.unpack_from
         last = size - 8
         for index in range(field.count):
