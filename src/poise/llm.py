@@ -21,7 +21,6 @@ from rich.progress import Progress
 
 from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.sampling_params import SamplingParams
-from poise.engine.build import build_engine
 from poise.engine.client import EngineInfo, EngineRequest
 from poise.engine.input_processor import resolve_seed
 from poise.engine.llm_engine import LLMEngine
@@ -70,6 +69,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         threads: int | None = None,
     ) -> None:
+        from poise.engine.build import build_engine  # needs the native kernels; the rest doesn't
+
         console = Console(stderr=True) if sys.stderr.isatty() else None
         engine = build_engine(
             ModelSource(model, served_model_name, offline),
@@ -177,6 +178,9 @@ class LLM:
             "prompt",
         )
 
+    def _token_text(self, token_id: int) -> str:
+        return self._engine.tokenizer.token_bytes(token_id).decode(errors="replace")
+
     def _run(
         self,
         prompts: Sequence[tuple[str | None, Sequence[int]]],
@@ -219,7 +223,7 @@ class LLM:
         request = EngineRequest(str(key), tuple(token_ids), params, seed)
         self._engine.add_request(key, request)
         builders[key] = RequestOutputBuilder(
-            str(key), text, token_ids, params.n, seed, self._engine.tokenizer.token_text
+            str(key), text, token_ids, params.n, seed, self._token_text
         )
 
     def _step_until_finished(

@@ -29,11 +29,11 @@ MAX_PENDING_DELTAS = 8
 class InProcessClient:
     """EngineClient over an LLMEngine in a thread.
 
-    `factory` builds the engine in that thread, so the client exists (status "loading") while the model loads. Must be made on
-    a running event loop; all methods belong to that loop's thread.
+    `source` is an engine, or what builds one in that thread: then the client exists (status "loading") while the model loads.
+    Must be made on a running event loop; all methods belong to that loop's thread.
     """
 
-    def __init__(self, factory: Callable[[], LLMEngine]) -> None:
+    def __init__(self, source: LLMEngine | Callable[[], LLMEngine]) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._streams: dict[int, _Stream] = {}  # those still to be fed
         self._num_readers = 0
@@ -44,7 +44,7 @@ class InProcessClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = EngineLoop(
-            factory,
+            source,
             deliver=lambda outputs: self._call_soon(self._dispatch, outputs),
             on_loaded=lambda: self._call_soon(self._loaded.set),
             on_stopped=lambda reason: self._call_soon(self._fail_all, reason),
@@ -53,8 +53,8 @@ class InProcessClient:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> InProcessClient:
-        """A client of an engine that is already loaded."""
-        return cls(lambda: engine)
+        """A client of an engine that is already loaded: ready at once."""
+        return cls(engine)
 
     async def wait_ready(self) -> EngineInfo:
         """Waits for the model to load; EngineDeadError with the reason if that fails."""

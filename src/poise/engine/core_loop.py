@@ -21,20 +21,20 @@ _Command = tuple[int, EngineRequest | None]  # None aborts
 
 
 class EngineLoop:
-    """Loads an engine with `factory` and runs it, both in one thread of its own.
+    """Runs an engine in a thread of its own; `source` is that engine, or what builds it in that thread.
 
     `deliver`, `on_loaded` and `on_stopped` are called on that thread. The thread sleeps while there is nothing to do.
     """
 
     def __init__(
         self,
-        factory: Callable[[], LLMEngine],
+        source: LLMEngine | Callable[[], LLMEngine],
         *,
         deliver: Callable[[Sequence[Delivery]], None],
         on_loaded: Callable[[], None],
         on_stopped: Callable[[str], None],
     ) -> None:
-        self._factory = factory
+        self._source = source
         self._deliver = deliver
         self._on_loaded = on_loaded
         self._on_stopped = on_stopped
@@ -42,7 +42,7 @@ class EngineLoop:
         self._commands: deque[_Command] = deque()
         self._closing = False
         self._stop_reason: str | None = None
-        self.engine: LLMEngine | None = None
+        self.engine = source if isinstance(source, LLMEngine) else None
         self._thread = threading.Thread(target=self._run, name="poise-engine", daemon=True)
 
     def start(self) -> None:
@@ -98,7 +98,8 @@ class EngineLoop:
     def _run(self) -> None:
         reason = CLOSED
         try:
-            engine = self._factory()
+            source = self._source
+            engine = source if isinstance(source, LLMEngine) else source()
             with self._condition:
                 self.engine = engine
             self._on_loaded()

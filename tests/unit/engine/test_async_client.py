@@ -23,7 +23,8 @@ def with_client(
 ) -> T:
     async def main() -> T:
         client = InProcessClient.from_engine(engine)
-        await client.wait_ready()
+        assert client.status().ready
+        assert client.info is engine.info
         try:
             return await body(client)
         finally:
@@ -284,7 +285,6 @@ def test_requests_that_race_with_close_are_all_answered() -> None:
     async def main() -> None:
         for turn in range(30):
             client = InProcessClient.from_engine(make_engine())
-            await client.wait_ready()
             tasks = [
                 asyncio.ensure_future(collect(client, request(f"{i}", max_tokens=30)))
                 for i in range(8)
