@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poise import __version__
+from poise.errors import ConfigError
 
 ROOT = Path("/")
 REPORTED_PACKAGES = (
@@ -227,12 +228,13 @@ def _package_versions() -> dict[str, str]:
 
 
 def _isa() -> str:
-    """The kernel variant in use; the extension is imported only when asked for."""
+    """The kernel variant in use, or why there is none: a bug report must be possible without kernels."""
     try:
         from poise.kernels.cpu import isa
-    except ImportError:
-        return "no kernels: the extension is not built"
-    return isa()
+
+        return isa()
+    except ConfigError as error:
+        return f"none: {error}"
 
 
 def _model_digests() -> dict[str, str]:
