@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -17,6 +17,9 @@ from poise.errors import ModelFileError
 
 # Values of tokenizer.ggml.token_type.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+_ADDED = frozenset({UNKNOWN, CONTROL, USER_DEFINED})
+
+MAX_PIECE = 256  # characters; a longer SentencePiece is never built by merges
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REMAINDER = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -75,21 +78,20 @@ _BYTE_LEVEL_KINDS = {
 
 def build_from_gguf(metadata: Mapping[str, object], *, add_bos: bool) -> tokenizers.Tokenizer:
     """The tokenizer that a file's `tokenizer.*` metadata describes; ModelFileError names a bad or unknown value."""
+    vocabulary = _read_vocabulary(metadata)
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
-        tokenizer = _build_byte_level(metadata)
+        tokenizer = _build_byte_level(metadata, vocabulary)
     elif model == "llama":
-        tokenizer = _build_sentencepiece(metadata)
+        tokenizer = _build_sentencepiece(metadata, vocabulary)
     else:
         raise ModelFileError(
             f"tokenizer.ggml.model is {model!r}, which is not supported: expected gpt2 or llama"
         )
-    _add_tokens(tokenizer, metadata)
+    _add_tokens(tokenizer, vocabulary)
     add_eos = _flag(metadata, "add_eos_token", False)
     set_template(
-        tokenizer,
-        _token_id(metadata, "bos") if add_bos else None,
-        _token_id(metadata, "eos") if add_eos else None,
+        tokenizer, vocabulary.bos if add_bos else None, vocabulary.eos if add_eos else None
     )
     return tokenizer
 
@@ -108,7 +110,37 @@ def set_template(tokenizer: tokenizers.Tokenizer, bos: int | None, eos: int | No
     )
 
 
-def _build_byte_level(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Tokens and their types by id, and the ids with a role."""
+
+    tokens: Sequence[str]
+    types: Sequence[int]
+    ids: dict[str, int]
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+
+
+def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
+    tokens = _array(metadata, "tokens", str)
+    types: Sequence[int] = [1] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _array(metadata, "token_type", int)
+    if len(types) != len(tokens):
+        raise ModelFileError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    bos, eos, unknown = (
+        _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "unknown")
+    )
+    ids = {token: id_ for id_, token in enumerate(tokens)}
+    return _Vocabulary(tokens, types, ids, bos, eos, unknown)
+
+
+def _build_byte_level(
+    metadata: Mapping[str, object], vocabulary: _Vocabulary
+) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     kind = _BYTE_LEVEL_KINDS.get(pre) if isinstance(pre, str) else None
     if kind is None:
@@ -116,16 +148,14 @@ def _build_byte_level(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
         raise ModelFileError(
             f"tokenizer.ggml.pre is {pre!r}, which is not supported: expected one of {known}"
         )
-    vocabulary = {token: i for i, token in enumerate(_array(metadata, "tokens", str))}
-    merges: list[tuple[str, str]] = []
-    for i, merge in enumerate(_array(metadata, "merges", str)):
-        left, _, right = merge.partition(" ")
-        if not left or not right:
-            raise ModelFileError(f"tokenizer.ggml.merges[{i}] is {merge!r}, expected two pieces")
-        merges.append((left, right))
-    tokenizer = tokenizers.Tokenizer(
-        _bpe(vocabulary, merges, {"ignore_merges": True} if kind.ignore_merges else {})
-    )
+    lines = _array(metadata, "merges", str)
+    if wrong := [i for i, line in enumerate(lines) if " " not in line]:
+        raise ModelFileError(
+            f"tokenizer.ggml.merges[{wrong[0]}] is {lines[wrong[0]]!r}, expected two pieces"
+        )
+    merges = [cast("tuple[str, str]", tuple(line.split(" ", 1))) for line in lines]
+    options = {"ignore_merges": True} if kind.ignore_merges else {}
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary.ids, merges, options))
     if kind.compose:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = kind.pre_tokenizer()
@@ -133,17 +163,15 @@ def _build_byte_level(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _build_sentencepiece(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
+def _build_sentencepiece(
+    metadata: Mapping[str, object], vocabulary: _Vocabulary
+) -> tokenizers.Tokenizer:
     """SentencePiece BPE as BPE with byte fallback: spaces are U+2581, scores give the order of merges."""
-    tokens = _array(metadata, "tokens", str)
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    unknown = _token_id(metadata, "unknown")
-    options = {"byte_fallback": True, "fuse_unk": True}
-    if unknown is not None:
-        options["unk_token"] = tokens[unknown]
-    tokenizer = tokenizers.Tokenizer(
-        _bpe(vocabulary, _merges_from_scores(metadata, tokens, vocabulary), options)
-    )
+    options: dict[str, Any] = {"byte_fallback": True, "fuse_unk": True}
+    if vocabulary.unknown is not None:
+        options["unk_token"] = vocabulary.tokens[vocabulary.unknown]
+    merges = _merges_from_scores(metadata, vocabulary)
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary.ids, merges, options))
     space_prefix = _flag(metadata, "add_space_prefix", True)
     replace = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (
@@ -157,55 +185,47 @@ def _build_sentencepiece(metadata: Mapping[str, object]) -> tokenizers.Tokenizer
 
 
 def _merges_from_scores(
-    metadata: Mapping[str, object], tokens: Sequence[str], vocabulary: Mapping[str, int]
+    metadata: Mapping[str, object], vocabulary: _Vocabulary
 ) -> list[tuple[str, str]]:
     """Every split of a piece into two pieces, best score first; longer halves first among equals.
 
     Control tokens take no part: text alone must never merge into one.
     """
     scores = _array(metadata, "scores", float)
-    types = _token_types(metadata)
+    tokens, ids = vocabulary.tokens, vocabulary.ids
     if len(scores) != len(tokens):
         raise ModelFileError(
             f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
         )
-    barred = {t for t, kind in zip(tokens, types) if kind in (UNKNOWN, CONTROL)}
-    usable = vocabulary.keys() - barred
+    barred = {token for token, kind in zip(tokens, vocabulary.types) if kind in (UNKNOWN, CONTROL)}
+    usable = ids.keys() - barred
     merges: list[tuple[float, str, str]] = []
     for token, score in zip(tokens, scores):
-        if token in barred:
+        if token in barred or len(token) > MAX_PIECE:
             continue
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
         found = [(left, right) for left, right in splits if left in usable and right in usable]
-        found.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]), reverse=True)
+        found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]), reverse=True)
         merges.extend((score, left, right) for left, right in found)
     merges.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
     return [(left, right) for _, left, right in merges]
 
 
-def _add_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, object]) -> None:
+def _add_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     """Control tokens become special, user-defined ones are matched before anything else but are text."""
     # A user-defined piece with U+2581 for a space exists in normalised text only. (Where the normaliser also adds a
     # space in front, the library would put that into the piece too: there such a piece is left to the merges.)
     in_normalized = isinstance(tokenizer.normalizer, normalizers.Replace)
-    tokens = _array(metadata, "tokens", str)
-    types = list(_token_types(metadata))
-    for name in ("bos", "eos", "unknown"):
-        token = _token_id(metadata, name)
-        if token is not None:
-            types[token] = CONTROL
-    # Sorted by id: a copy that adds them in this order gets the same ids.
-    tokenizer.add_tokens(
-        [
-            AddedToken(
-                token,
-                special=kind != USER_DEFINED,
-                normalized=in_normalized and kind == USER_DEFINED and "▁" in token,
-            )
-            for token, kind in zip(tokens, types)
-            if token and kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ]
-    )
+    kinds = {id_: kind for id_, kind in enumerate(vocabulary.types) if kind in _ADDED}
+    named = (vocabulary.bos, vocabulary.eos, vocabulary.unknown)
+    kinds.update({id_: CONTROL for id_ in named if id_ is not None})
+    added = []
+    for id_ in sorted(kinds):  # so a copy that adds them in this order gets the same ids
+        token, is_text = vocabulary.tokens[id_], kinds[id_] == USER_DEFINED
+        if token:
+            normalized = in_normalized and is_text and "▁" in token
+            added.append(AddedToken(token, special=not is_text, normalized=normalized))
+    tokenizer.add_tokens(added)
 
 
 def _bpe(
@@ -215,18 +235,6 @@ def _bpe(
         return models.BPE(vocabulary, merges, **options)
     except Exception as error:  # the library raises nothing narrower
         raise ModelFileError(f"tokenizer.ggml.merges do not fit the vocabulary: {error}") from None
-
-
-def _token_types(metadata: Mapping[str, object]) -> Sequence[int]:
-    tokens = _array(metadata, "tokens", str)
-    if "tokenizer.ggml.token_type" not in metadata:
-        return [1] * len(tokens)
-    types = _array(metadata, "token_type", int)
-    if len(types) != len(tokens):
-        raise ModelFileError(
-            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
-        )
-    return types
 
 
 def _array(metadata: Mapping[str, object], name: str, kind: type) -> Sequence[Any]:
@@ -250,13 +258,12 @@ def _flag(metadata: Mapping[str, object], name: str, default: bool) -> bool:
     return value
 
 
-def _token_id(metadata: Mapping[str, object], name: str) -> int | None:
+def _token_id(metadata: Mapping[str, object], name: str, vocab_size: int) -> int | None:
     """`tokenizer.ggml.{name}_token_id`, checked against the vocabulary; None where the file lacks it."""
     key = f"tokenizer.ggml.{name}_token_id"
     value = metadata.get(key)
     if value is None:
         return None
-    size = len(_array(metadata, "tokens", str))
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < size:
-        raise ModelFileError(f"{key} is {value!r}, the vocabulary has {size} tokens")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise ModelFileError(f"{key} is {value!r}, the vocabulary has {vocab_size} tokens")
     return value
