@@ -251,9 +251,12 @@ class Scheduler:
         return hit, self._kv_cache.num_unclaimed_tokens(request, start, num_tokens)
 
     def _preempt_one(self, plan: _StepPlan) -> Request:
-        """Frees a victim's pages. One that this step has granted tokens is never chosen: others may have hit the
-        blocks which it is about to compute."""
-        candidates = [r for r in self._running if r.request_id not in plan.scheduled]
+        """Frees a victim's pages, whatever the policy never those of
+        - a request that this step has granted tokens: others may have hit the blocks it is about to compute;
+        - the oldest admitted one: so it always advances (`add` made sure that the pool can hold it).
+        """
+        candidates = [r for r in self._running[1:] if r.request_id not in plan.scheduled]
+        assert candidates, "a lone request has too few pages"
         victim = candidates[self._policy.choose_victim(candidates)]
         self._send_back(victim)
         self._counters.num_preemptions += 1

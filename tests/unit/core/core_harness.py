@@ -10,6 +10,7 @@ from poise.core.clock import ManualClock
 from poise.core.executors import InjectedFailureError, ScriptedExecutor, scripted_token
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.output import EngineSampling, KVGroupSpec, ModelRunnerOutput, SchedulerOutput
+from poise.core.policy import FCFS, Policy
 from poise.core.prefix_cache import PrefixCache
 from poise.core.request import Request, finish_rule
 from poise.core.sampling_params import SamplingParams
@@ -18,6 +19,11 @@ from poise.core.scheduler import RequestUpdate, Scheduler
 FULL = (KVGroupSpec("full", 4),)
 FULL_AND_SLIDING = (KVGroupSpec("full", 2), KVGroupSpec("sliding", 2, sliding_window=11))
 VOCAB_SIZE = 50
+OLDEST_GIVES_WAY = Policy(
+    "newest first, oldest gives way",
+    lambda waiting: [request.request_id for request in reversed(list(waiting))],
+    lambda running: 0,
+)
 
 
 def sampling(seed: int = 0, choice: int = 0, **params: Any) -> EngineSampling:
@@ -55,6 +61,7 @@ class Harness:
         max_num_batched_tokens: int = 32,
         max_model_len: int = 10_000,
         caching: bool = True,
+        policy: Policy = FCFS,
     ) -> None:
         self.clock = ManualClock()
         cache = prefix_cache(block_size, len(groups)) if caching else None
@@ -65,6 +72,7 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            policy=policy,
         )
         self.executor = ScriptedExecutor(groups, num_blocks, block_size, VOCAB_SIZE)
         self.outcomes: dict[int, Outcome] = {}
