@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -199,16 +199,26 @@ class LLM:
                 raise EngineDeadError("the LLM was shut down")
             if self._engine.failure is not None:
                 raise EngineDeadError(f"engine failed: {self._engine.failure}")
-            builders: dict[int, RequestOutputBuilder] = {}
-            try:
-                for (text, token_ids), params in zip(prompts, sampling_params, strict=True):
-                    self._add(builders, text, token_ids, params)
-                self._step_until_finished(builders, use_tqdm)
-            finally:
-                for key, builder in builders.items():
-                    if not builder.output.finished:
-                        self._engine.abort(key)
-                self._engine.take_outputs()
+            with _interrupt_between_steps() as check_interrupt:
+                return self._answer(prompts, sampling_params, use_tqdm, check_interrupt)
+
+    def _answer(
+        self,
+        prompts: Sequence[tuple[str | None, Sequence[int]]],
+        sampling_params: Sequence[SamplingParams],
+        use_tqdm: bool,
+        check_interrupt: Callable[[], None],
+    ) -> list[RequestOutput]:
+        builders: dict[int, RequestOutputBuilder] = {}
+        try:
+            for (text, token_ids), params in zip(prompts, sampling_params, strict=True):
+                self._add(builders, text, token_ids, params)
+            self._step_until_finished(builders, use_tqdm, check_interrupt)
+        finally:
+            for key, builder in builders.items():
+                if not builder.output.finished:
+                    self._engine.abort(key)
+            self._engine.take_outputs()
         return [builder.output for builder in builders.values()]
 
     def _add(
@@ -227,11 +237,14 @@ class LLM:
         )
 
     def _step_until_finished(
-        self, builders: dict[int, RequestOutputBuilder], use_tqdm: bool
+        self,
+        builders: dict[int, RequestOutputBuilder],
+        use_tqdm: bool,
+        check_interrupt: Callable[[], None],
     ) -> None:
         show = use_tqdm and sys.stderr.isatty()
         progress = Progress(console=Console(stderr=True)) if show else None
-        with progress or nullcontext(), _interrupt_between_steps() as check_interrupt:
+        with progress or nullcontext():
             bar = progress.add_task("prompts", total=len(builders)) if progress else None
             while self._engine.has_unfinished_requests():
                 for key, delta in self._engine.step():
@@ -246,7 +259,7 @@ def _is_tokens_prompt(prompt: object) -> bool:
 
 
 @contextmanager
-def _interrupt_between_steps() -> Iterator[Any]:
+def _interrupt_between_steps() -> Iterator[Callable[[], None]]:
     """Holds the first Ctrl-C back until the step is over, so that it can't cut through the engine's state."""
     previous = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -17,7 +17,7 @@ from poise.errors import EngineDeadError, InvalidRequestError
 Delivery = tuple[int, RequestDelta | InvalidRequestError]
 CLOSED = "the engine is closed"
 
-_Command = tuple[int, EngineRequest | None]  # None aborts
+_Command = tuple[int, EngineRequest | None, float]  # key, request (None aborts), arrival time
 
 
 class EngineLoop:
@@ -67,14 +67,15 @@ class EngineLoop:
                 raise EngineDeadError("the engine is closing")
             if self.engine is None:
                 raise EngineDeadError("the model is still loading")
-            self._commands.append((key, request))
+            self._commands.append((key, request, self.engine.clock.now()))
             self._condition.notify()
 
     def abort(self, key: int) -> None:
         """Ends a request before the next step; unknown and finished keys are no matter."""
         with self._condition:
-            self._commands.append((key, None))
-            self._condition.notify()
+            if self._stop_reason is None:
+                self._commands.append((key, None, 0.0))
+                self._condition.notify()
 
     def request_close(self) -> None:
         """Lets the thread abort what runs and end; returns at once."""
@@ -124,12 +125,12 @@ class EngineLoop:
                 self._commands.clear()
                 closing = self._closing
             outputs: list[Delivery] = []
-            for key, request in commands:
+            for key, request, arrival_time in commands:
                 if request is None:
                     engine.abort(key)
                 else:
                     try:
-                        engine.add_request(key, request)
+                        engine.add_request(key, request, arrival_time)
                     except InvalidRequestError as error:
                         outputs.append((key, error))
             if closing:

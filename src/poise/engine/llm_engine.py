@@ -51,23 +51,19 @@ class _RequestState:
         self.request = request
         self.arrival_time = arrival_time
         self.choices: list[_Choice] = []
+        self.num_unfinished = request.params.n
         self.deltas: list[ChoiceDelta] = []  # not handed out yet
         wants_prompt_logprobs = request.params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             [None] if wants_prompt_logprobs else None
         )
 
-    @property
-    def finished(self) -> bool:
-        return all(choice.output.finished for choice in self.choices)
-
     def take_delta(self) -> RequestDelta | None:
         """What may be handed out now. Prompt logprobs go with the first delta, so it waits until they are complete."""
-        finished = self.finished
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is not None:
             complete = len(prompt_logprobs) == len(self.request.prompt_token_ids)
-            if not complete and not finished:
+            if not complete and not self.choices[0].output.finished:
                 return None
             self.prompt_logprobs = None
             if not complete:
@@ -192,7 +188,7 @@ class LLMEngine:
         outputs: list[EngineOutput] = []
         for key, state in self._touched.items():
             delta = state.take_delta()
-            if state.finished:
+            if state.num_unfinished == 0:
                 del self._requests[key]
                 delta = self._finish_request(state, delta)
             if delta is not None:
@@ -290,6 +286,7 @@ class LLMEngine:
         self._touched[state.key] = state
         if delta.finish_reason is not None:
             del self._choices[choice.request.request_id]
+            state.num_unfinished -= 1
             self._count_finished(choice, delta.finish_reason)
 
     def _finish_request(self, state: _RequestState, delta: RequestDelta | None) -> RequestDelta:

@@ -240,6 +240,20 @@ def test_prompt_logprobs_come_once_with_the_first_delta() -> None:
     }
 
 
+def test_a_broken_first_choice_does_not_hold_the_others_back() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add_request(
+        0, request("a prompt cut in chunks", n=2, max_tokens=4, prompt_logprobs=0, ignore_eos=True)
+    )
+    engine.step()
+    engine._end(engine._choices[0], "error", "made up")
+    deltas = drain(engine)[0]
+    assert deltas[0].prompt_logprobs is None
+    assert len(deltas) > 2
+    answers = join(deltas)
+    assert [answers[i].finish_reason for i in (0, 1)] == ["error", "length"]
+
+
 def test_prompt_logprobs_of_a_prompt_of_one_token() -> None:
     engine = make_engine()
     engine.add_request(0, request("x", max_tokens=2, prompt_logprobs=0, ignore_eos=True))
@@ -436,3 +450,60 @@ def test_stats_come_from_the_clock() -> None:
     assert stats[1] is not None
     assert (stats[1].queue_seconds, stats[1].total_seconds) == (3.0, 6.0)
     assert stats[1].time_to_first_token_seconds == 4.0
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 3)),
+        st.tuples(st.just("abort"), st.integers(0, 10), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 6), st.just(0)),
+        st.tuples(st.just("fail"), st.just(0), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERATIONS)
+def test_any_history_gives_whole_answers_or_a_reason(
+    operations: list[tuple[str, int, int]],
+) -> None:
+    """Adds, aborts and failing steps in any order: answers that end by themselves are those of a run alone."""
+    engine = make_engine(num_blocks=20, max_num_seqs=4, max_num_batched_tokens=10)
+    added = []
+    deltas: dict[int, list[RequestDelta]] = {}
+
+    def step() -> None:
+        for key, delta in engine.step():
+            deltas.setdefault(key, []).append(delta)
+        engine._scheduler.check_invariants()
+
+    for name, size, n in operations:
+        if name == "add":
+            prompt = f"prompt of size {size} and then {'some more' * 3}"[:size]
+            item = request(prompt, n=n, max_tokens=1 + size % 9, seed=size, ignore_eos=True)
+            engine.add_request(len(added), item)
+            added.append(item)
+        elif name == "abort":
+            engine.abort(size)
+        elif name == "step":
+            for _ in range(size):
+                step()
+        else:
+            engine._executor.fail_next = True  # type: ignore[attr-defined]
+            step()
+            engine._executor.fail_next = False  # type: ignore[attr-defined]
+            engine._num_consecutive_failures = 0
+    while engine.has_unfinished_requests():
+        step()
+    step()
+    assert_idle(engine)
+    assert sorted(deltas) == list(range(len(added)))
+    for key, item in enumerate(added):
+        [alone] = run(make_engine(), item)
+        for index, answer in join(deltas[key]).items():
+            if answer.finish_reason == "length":
+                assert answer == alone[index]
+            else:
+                assert answer.finish_reason in ("abort", "error")
+                assert answer.token_ids == alone[index].token_ids[: len(answer.token_ids)]
