@@ -1,4 +1,6 @@
-"""poise: LLM serving, an engine and a laboratory. The offline API; importing it loads nothing heavy until a name is used."""
+"""poise: LLM serving, an engine and a laboratory. The offline API; importing it loads nothing heavy
+until a name is used.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The offline API: a model loaded in this process, answering lists of prompts.
 
-Owns nothing but an LLMEngine and a seed source. Invariant: when a call returns or raises, no request of it is left running.
+Owns nothing but an LLMEngine and a seed source. Invariant: when a call returns or raises, no
+request of it is left running.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model and its engine.
 
-    `seed` makes the seeds drawn for requests without one repeatable in call order; without it they are fresh, and
-    `RequestOutput.seed` says which was used. The other arguments are those of `poise serve`.
+    `seed` makes the seeds drawn for requests without one repeatable in call order; without it they
+    are fresh, and `RequestOutput.seed` says which was used. The other arguments are those of `poise
+    serve`.
     """
 
     def __init__(
@@ -106,10 +108,11 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers each prompt, in order. One SamplingParams serves all prompts, a list goes with them pair by pair.
+        """Answers each prompt, in order. One SamplingParams serves all prompts, a list goes with
+        them pair by pair.
 
-        `use_tqdm` (vLLM's name) shows a progress bar on a terminal. Raises InvalidRequestError before anything runs if a
-        prompt can't be served.
+        `use_tqdm` (vLLM's name) shows a progress bar on a terminal. Raises InvalidRequestError
+        before anything runs if a prompt can't be served.
         """
         if isinstance(prompts, str) or _is_tokens_prompt(prompts):
             prompts = [prompts]  # type: ignore[list-item]
@@ -126,7 +129,9 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of a list of conversations, through the model's chat template."""
+        """Answers one conversation, or each of a list of conversations, through the model's chat
+        template.
+        """
         conversations: Sequence[Any] = messages
         if not conversations or isinstance(conversations[0], Mapping):
             conversations = [messages]
@@ -174,7 +179,8 @@ class LLM:
         if _is_tokens_prompt(prompt):
             return None, prompt["prompt_token_ids"]
         raise InvalidRequestError(
-            f"a prompt is {type(prompt).__name__}, expected a string or {{'prompt_token_ids': [...]}}",
+            f"a prompt is {type(prompt).__name__}, expected a string or "
+            "{'prompt_token_ids': [...]}",
             "prompt",
         )
 
@@ -260,7 +266,9 @@ def _is_tokens_prompt(prompt: object) -> bool:
 
 @contextmanager
 def _interrupt_between_steps() -> Iterator[Callable[[], None]]:
-    """Holds the first Ctrl-C back until the step is over, so that it can't cut through the engine's state."""
+    """Holds the first Ctrl-C back until the step is over, so that it can't cut through the engine's
+    state.
+    """
     previous = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or previous is not signal.default_int_handler:

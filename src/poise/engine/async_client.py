@@ -1,7 +1,9 @@
-"""The engine in this process, seen from an event loop: one asynchronous stream of deltas per request.
+"""The engine in this process, seen from an event loop: one asynchronous stream of deltas per
+request.
 
-Owns the streams; the engine itself lives in the thread of `core_loop`. Request ids are the caller's and may repeat: inside,
-requests go by a counter. Invariant: a stream ends with a final delta or an error, and leaving it early aborts the request.
+Owns the streams; the engine itself lives in the thread of `core_loop`. Request ids are the caller's
+and may repeat: inside, requests go by a counter. Invariant: a stream ends with a final delta or an
+error, and leaving it early aborts the request.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ MAX_PENDING_DELTAS = 8
 class InProcessClient:
     """EngineClient over an LLMEngine in a thread.
 
-    `source` is an engine, or what builds one in that thread: then the client exists (status "loading") while the model loads.
-    Must be made on a running event loop; all methods belong to that loop's thread.
+    `source` is an engine, or what builds one in that thread: then the client exists (status
+    "loading") while the model loads. Must be made on a running event loop; all methods belong to
+    that loop's thread.
     """
 
     def __init__(self, source: LLMEngine | Callable[[], LLMEngine]) -> None:
@@ -70,7 +73,9 @@ class InProcessClient:
 
     @property
     def engine(self) -> LLMEngine | None:
-        """The engine once loaded. Another thread is stepping it: read only its info, tokenizer and metrics."""
+        """The engine once loaded. Another thread is stepping it: read only its info, tokenizer and
+        metrics.
+        """
         return self._loop.engine
 
     @property
@@ -114,7 +119,9 @@ class InProcessClient:
                 self._idle.set()
 
     async def drain(self, timeout_seconds: float | None = None) -> bool:
-        """Refuses new requests and waits for the running ones; False if some still run after the timeout."""
+        """Refuses new requests and waits for the running ones; False if some still run after the
+        timeout.
+        """
         self._draining = True
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -130,7 +137,9 @@ class InProcessClient:
         self._loop.join()
 
     def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
-        """From the engine's thread to the event loop's; an event loop that has gone closes the engine."""
+        """From the engine's thread to the event loop's; an event loop that has gone closes the
+        engine.
+        """
         try:
             self._event_loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:

@@ -1,4 +1,5 @@
-"""From "which model, how much memory, what limits" to a running engine: the one place where the rooms are put together.
+"""From "which model, how much memory, what limits" to a running engine: the one place where the
+rooms are put together.
 
 Knows every constructor and no behaviour. Invariant: what it could not build leaves nothing loaded.
 """
@@ -39,8 +40,8 @@ def build_engine(
 ) -> LLMEngine:
     """Finds (pulling it if need be), opens and loads the model, and puts an engine around it.
 
-    `console` shows a download's progress; `on_stage` is told what comes next, in words fit for a log line. Raises
-    PullError, ModelFileError or ConfigError.
+    `console` shows a download's progress; `on_stage` is told what comes next, in words fit for a
+    log line. Raises PullError, ModelFileError or ConfigError.
     """
     tell = on_stage or (lambda stage: None)
     tell(f"finding {source.model}")

@@ -1,7 +1,8 @@
-"""The thread that runs an LLMEngine: commands are drained between steps, outputs are handed over once per step.
+"""The thread that runs an LLMEngine: commands are drained between steps, outputs are handed over
+once per step.
 
-Knows nothing of asyncio. Invariant: every submitted key is answered, by deltas up to a final one, by an error, or by
-`on_stopped`, which is called exactly once and last.
+Knows nothing of asyncio. Invariant: every submitted key is answered, by deltas up to a final one,
+by an error, or by `on_stopped`, which is called exactly once and last.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _Command = tuple[int, EngineRequest | None, float]  # key, request (None aborts)
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own; `source` is that engine, or what builds it in that thread.
+    """Runs an engine in a thread of its own; `source` is that engine, or what builds it in that
+    thread.
 
-    `deliver`, `on_loaded` and `on_stopped` are called on that thread. The thread sleeps while there is nothing to do.
+    `deliver`, `on_loaded` and `on_stopped` are called on that thread. The thread sleeps while there
+    is nothing to do.
     """
 
     def __init__(
@@ -58,7 +61,9 @@ class EngineLoop:
             return EngineStatus(alive=True, ready=True)
 
     def submit(self, key: int, request: EngineRequest) -> None:
-        """Queues a request under a key that was never used before; EngineDeadError if it can't be served."""
+        """Queues a request under a key that was never used before; EngineDeadError if it can't be
+        served.
+        """
         with self._condition:
             reason = self._death()
             if reason is not None:

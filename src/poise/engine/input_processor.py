@@ -1,6 +1,8 @@
-"""From a parsed request to what the sampler of each choice needs: checks, seeds, stop ids, bad words as token ids.
+"""From a parsed request to what the sampler of each choice needs: checks, seeds, stop ids, bad
+words as token ids.
 
-Knows the vocabulary and the context, not the load. Invariant: ids that it lets pass are in the vocabulary.
+Knows the vocabulary and the context, not the load. Invariant: ids that it lets pass are in the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ _DRAWN_SEED_BITS = 53  # survives clients that hold JSON numbers in a double
 
 
 def resolve_seed(seed: int | None, source: random.Random) -> int:
-    """The seed as the sampler keys by it, 0 … 2**64-1 (a negative one wraps); drawn from `source` when None."""
+    """The seed as the sampler keys by it, 0 … 2**64-1 (a negative one wraps); drawn from `source`
+    when None.
+    """
     return source.getrandbits(_DRAWN_SEED_BITS) if seed is None else seed & SEED_MASK
 
 
 class InputProcessor:
-    """`max_total_tokens` bounds prompt + output: the context, or the KV pool where that is smaller."""
+    """`max_total_tokens` bounds prompt + output: the context, or the KV pool if that is smaller."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_total_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +36,9 @@ class InputProcessor:
         self._max_total_tokens = max_total_tokens
 
     def process(self, request: EngineRequest) -> list[EngineSampling]:
-        """One EngineSampling per choice, with max_tokens resolved; InvalidRequestError names what can't be served."""
+        """One EngineSampling per choice, with max_tokens resolved; InvalidRequestError names what
+        can't be served.
+        """
         self._check_prompt(request)
         request.params.check_vocabulary(self._vocab_size)
         params = self._resolve_max_tokens(request)
@@ -40,7 +46,7 @@ class InputProcessor:
         if not params.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_token_ids)
         bad_word_ids = self._tokenize_bad_words(params)
-        # The prompt is the same for all choices, so its logprobs are computed for the first one only.
+        # The prompt is the same for all choices: its logprobs are computed for the first only.
         without_prompt_logprobs = replace(params, prompt_logprobs=None)
         return [
             EngineSampling(
@@ -67,7 +73,9 @@ class InputProcessor:
                 )
 
     def _resolve_max_tokens(self, request: EngineRequest) -> SamplingParams:
-        """What is left of the context, where nothing was said; the scheduler refuses what can never fit."""
+        """What is left of the context, where nothing was said; the scheduler refuses what can never
+        fit.
+        """
         params = request.params
         if params.max_tokens is not None:
             return params

@@ -1,8 +1,9 @@
 """The synchronous engine: requests in, one step at a time, deltas out.
 
-Owns the scheduler, the executor, the tokenizer and the output state of every request; one thread at a time may call it. Does not
-know event loops or HTTP. Invariant: a request leaves the scheduler in the step in which its answer ends, so its KV blocks are
-free before the next step is scheduled; a step that fails ends the requests in it and no others.
+Owns the scheduler, the executor, the tokenizer and the output state of every request; one thread at
+a time may call it. Does not know event loops or HTTP. Invariant: a request leaves the scheduler in
+the step in which its answer ends, so its KV blocks are free before the next step is scheduled; a
+step that fails ends the requests in it and no others.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class _RequestState:
         )
 
     def take_delta(self) -> RequestDelta | None:
-        """What may be handed out now. Prompt logprobs go with the first delta, so it waits until they are complete."""
+        """What may be handed out now. Prompt logprobs go with the first delta, so it waits until
+        they are complete.
+        """
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is not None:
             complete = len(prompt_logprobs) == len(self.request.prompt_token_ids)
@@ -82,8 +85,9 @@ class _RequestState:
 class LLMEngine:
     """Drives scheduler and executor. `on_close` frees what was loaded for them.
 
-    `failure` says why the engine is dead, None while it lives: after `MAX_CONSECUTIVE_FAILURES` failing steps in a row, or
-    when the scheduler itself broke. The requests have then been told, and no more are taken.
+    `failure` says why the engine is dead, None while it lives: after `MAX_CONSECUTIVE_FAILURES`
+    failing steps in a row, or when the scheduler itself broke. The requests have then been told,
+    and no more are taken.
     """
 
     def __init__(
@@ -116,12 +120,14 @@ class LLMEngine:
         self._touched: dict[int, _RequestState] = {}  # those with something to hand out
         self._num_consecutive_failures = 0
 
-    # --- requests come and go ------------------------------------------------------------------------------
+    # --- requests come and go ---------------------------------------------------------------------
 
     def add_request(
         self, key: int, request: EngineRequest, arrival_time: float | None = None
     ) -> None:
-        """Takes a request under a key that the caller has never used. Raises InvalidRequestError and EngineDeadError."""
+        """Takes a request under a key that the caller has never used. Raises InvalidRequestError
+        and EngineDeadError.
+        """
         assert key not in self._requests, f"key {key} is in use"
         if self.failure is not None:
             raise EngineDeadError(f"engine failed: {self.failure}")
@@ -148,7 +154,9 @@ class LLMEngine:
         self._update_gauges()
 
     def abort(self, key: int) -> None:
-        """Ends a request in any state; its blocks are free at once. Unknown and finished keys are no matter."""
+        """Ends a request in any state; its blocks are free at once. Unknown and finished keys are
+        no matter.
+        """
         state = self._requests.get(key)
         if state is not None:
             for choice in state.choices:
@@ -170,13 +178,14 @@ class LLMEngine:
             self._on_close()
             self._on_close = None
 
-    # --- one step ------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def step(self) -> list[EngineOutput]:
-        """Runs one step if there is anything to run, and returns what is new for each request that advanced or ended.
+        """Runs one step if there is anything to run, and returns what is new for each request that
+        advanced or ended.
 
-        No exception of the executor leaves this method, except those that are no `Exception` (KeyboardInterrupt): the requests
-        of that step have ended then, too.
+        No exception of the executor leaves this method, except those that are no `Exception`
+        (KeyboardInterrupt): the requests of that step have ended then, too.
         """
         if self._choices and self.failure is None:
             self._run_step()
@@ -231,7 +240,8 @@ class LLMEngine:
             )
         if self._num_consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             self._die(
-                f"{self._num_consecutive_failures} steps in a row failed, the last with {_describe(error)}"
+                f"{self._num_consecutive_failures} steps in a row failed, "
+                f"the last with {_describe(error)}"
             )
 
     def _die(self, failure: str) -> None:
@@ -306,7 +316,7 @@ class LLMEngine:
         )
         return replace(delta, stats=stats)
 
-    # --- counting ------------------------------------------------------------------------------------------
+    # --- counting ---------------------------------------------------------------------------------
 
     def _count_tokens(self, choice: _Choice, num_tokens: int, now: float) -> None:
         if num_tokens == 0:
@@ -322,7 +332,9 @@ class LLMEngine:
         choice.last_token_time = now
 
     def _count_finished(self, choice: _Choice, reason: str) -> None:
-        """Counts every end by its reason; latencies and sizes only of answers that came to their own end."""
+        """Counts every end by its reason; latencies and sizes only of answers that came to their
+        own end.
+        """
         metrics, request = self.metrics, choice.request
         metrics.finished[reason] += 1
         scheduled, first, last = (

@@ -1,7 +1,8 @@
 """What the engine counts, and how Prometheus reads it, under vLLM's names, labels and buckets.
 
-The engine's thread writes plain numbers; they become samples only when somebody scrapes. Knows nothing of requests beyond the
-figures handed to it. Invariant: counters and histograms never decrease.
+The engine's thread writes plain numbers; they become samples only when somebody scrapes. Knows
+nothing of requests beyond the figures handed to it. Invariant: counters and histograms never
+decrease.
 """
 
 from __future__ import annotations

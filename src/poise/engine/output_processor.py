@@ -1,7 +1,8 @@
-"""From drawn tokens to what one choice shows: text, stop strings, and the tokens and logprobs behind them.
+"""From drawn tokens to what one choice shows: text, stop strings, and the tokens and logprobs
+behind them.
 
-Knows nothing of the scheduler or of other choices. Invariant: joined deltas are the answer; the token that completes a stop
-string is the last one that counts.
+Knows nothing of the scheduler or of other choices. Invariant: joined deltas are the answer; the
+token that completes a stop string is the last one that counts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class ChoiceOutput:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> ChoiceDelta:
-        """The delta for newly drawn tokens. It may finish the choice where the caller did not: a stop string was found."""
+        """The delta for newly drawn tokens. It may finish the choice where the caller did not: a
+        stop string was found.
+        """
         assert not self.finished, f"choice {self.index} has finished"
         text, num_taken, matched = self._advance(token_ids, finish_reason)
         self.num_tokens += num_taken
@@ -80,7 +83,9 @@ class ChoiceOutput:
         return "".join(texts), len(token_ids), None
 
     def _show(self, text: str, num_tokens: int, texts: list[str]) -> str | None:
-        """Adds to `texts` what of `text` may be shown; returns the stop string that ends the answer here."""
+        """Adds to `texts` what of `text` may be shown; returns the stop string that ends the answer
+        here.
+        """
         if self._stop_checker is None:
             texts.append(text)
             return None
@@ -91,7 +96,7 @@ class ChoiceOutput:
                 texts.append(checked.text)
                 self._held = ""
                 return checked.stop
-            # Too early to stop: show the match's first character and look again from the one after it.
+            # Too early to stop: show the match's first character, look again from the next one.
             start = len(checked.text)
             if self._params.include_stop_str_in_output:
                 start -= len(checked.stop)

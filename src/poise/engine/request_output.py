@@ -1,6 +1,7 @@
 """Finished answers of the offline API, shaped like vLLM's, and how deltas add up to them.
 
-Knows nothing of the engine. Invariant: text, token_ids and logprobs are the concatenation of the deltas, nothing is recomputed.
+Knows nothing of the engine. Invariant: text, token_ids and logprobs are the concatenation of the
+deltas, nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt and its `n` choices. `seed` is the one used: sending it back repeats the answer."""
+    """One prompt and its `n` choices. `seed` is the one used: the same again repeats the answer."""
 
     request_id: str
     prompt: str | None

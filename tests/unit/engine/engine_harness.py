@@ -1,4 +1,6 @@
-"""What the tests of the engine share: a tokenizer whose tokens are bytes, executors that follow a script, an engine over them."""
+"""What the tests of the engine share: a tokenizer whose tokens are bytes, executors that follow a
+script, an engine over them.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class ByteTokenizer:
 
 
 class TypingExecutor:
-    """Types the text that `answer` gives for a prompt, byte by byte, then EOS; `fail` may raise before a step."""
+    """Types the text that `answer` gives for a prompt, byte by byte, then EOS; `fail` may raise
+    before a step.
+    """
 
     def __init__(self, answer: Callable[[bytes], bytes]) -> None:
         self.answer_choice: Callable[[bytes, int], bytes] = lambda prompt, choice: answer(prompt)

@@ -149,7 +149,9 @@ def test_logprobs_and_tokens_are_cut_where_a_stop_string_ends() -> None:
 def test_stop_strings_equal_a_naive_scan(
     text: str, stops: list[str], include: bool, min_tokens: int
 ) -> None:
-    """After each token beyond min_tokens: does the text so far hold a stop string that this token completed?"""
+    """After each token beyond min_tokens: does the text so far hold a stop string that this token
+    completed?
+    """
     data = text.encode()
     assume(
         min_tokens <= len(data)
@@ -308,7 +310,9 @@ def test_bad_words_are_banned_with_and_without_a_leading_space() -> None:
 
 @pytest.mark.parametrize("num_steps", range(12))
 def test_abort_at_every_state_frees_everything(num_steps: int) -> None:
-    """Queued, in the middle of the prompt, decoding, preempted, finished: 12 steps of a pool that is too small."""
+    """Queued, in the middle of the prompt, decoding, preempted, finished: 12 steps of a pool that
+    is too small.
+    """
     engine = make_engine(num_blocks=14, max_num_batched_tokens=8, max_num_seqs=3)
     for key in range(5):
         engine.add_request(
@@ -468,7 +472,9 @@ OPERATIONS = st.lists(
 def test_any_history_gives_whole_answers_or_a_reason(
     operations: list[tuple[str, int, int]],
 ) -> None:
-    """Adds, aborts and failing steps in any order: answers that end by themselves are those of a run alone."""
+    """Adds, aborts and failing steps in any order: answers that end by themselves are those of a
+    run alone.
+    """
     engine = make_engine(num_blocks=20, max_num_seqs=4, max_num_batched_tokens=10)
     added = []
     deltas: dict[int, list[RequestDelta]] = {}
