@@ -49,6 +49,7 @@ _NO_EFFECT = {
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
     )
 }
 
@@ -108,6 +109,7 @@ CHAT_PARAMETERS: Mapping[str, Parameter] = {
         modalities=(["text"],),
         audio=(),
         prediction=(),
+        moderation=(),
         web_search_options=(),
         reasoning_effort=(),
         verbosity=(),

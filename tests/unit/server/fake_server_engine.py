@@ -155,7 +155,8 @@ class FakeEngine:
                 logprobs = None
                 if params.logprobs is not None:
                     logprobs = [self._logprobs(token, params.logprobs)]
-                reason, why = ("length", None) if last else (None, None)
+                reason: str | None = "length" if last else None
+                why: str | None = None
                 if last and self.closed:
                     reason = "abort"
                 if last and self.error_choice and index == 0:

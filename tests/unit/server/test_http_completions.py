@@ -207,7 +207,7 @@ def test_token_ids_are_returned_on_request() -> None:
 
 
 def test_sampling_parameters_reach_the_engine() -> None:
-    asked = {
+    asked: dict[str, Any] = {
         "n": 2,
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
@@ -237,7 +237,7 @@ def test_sampling_parameters_reach_the_engine() -> None:
 
 
 def test_neutral_values_and_bookkeeping_are_accepted() -> None:
-    neutral = {
+    neutral: dict[str, Any] = {
         "n": 1,
         "best_of": 1,
         "logit_bias": {},
@@ -313,7 +313,7 @@ def test_a_stream_says_what_the_whole_answer_says(
 ) -> None:
     if max_tokens == 0:
         echo = True
-    body = {
+    body: dict[str, Any] = {
         "prompt": prompts,
         "n": n,
         "max_tokens": max_tokens,
