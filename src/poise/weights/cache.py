@@ -1,7 +1,9 @@
-"""The folder that poise keeps for itself (`POISE_HOME`): where models lie, and digests that need not be computed twice.
+"""The folder that poise keeps for itself (`POISE_HOME`): where models lie, and digests that need
+not be computed twice.
 
-Knows nothing of model formats. Invariant: a digest is believed only for the same real path, size and mtime; files are
-replaced atomically and under a lock, so concurrent processes never see half of one.
+Knows nothing of model formats. Invariant: a digest is believed only for the same real path, size
+and mtime; files are replaced atomically and under a lock, so concurrent processes never see half of
+one.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Waits for an exclusive lock among processes; the lock file is gone afterwards. Raises OSError."""
+    """Waits for an exclusive lock among processes; the lock file is gone afterwards. Raises
+    OSError.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

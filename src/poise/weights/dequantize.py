@@ -1,7 +1,7 @@
 """GGML tensor types and their exact expansion to f32.
 
-Knows bytes and blocks, not files or models. Invariant: every value equals the `gguf` package's bit for bit
-(same operations in the same order), and every element of the result is written.
+Knows bytes and blocks, not files or models. Invariant: every value equals the `gguf` package's bit
+for bit (same operations in the same order), and every element of the result is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _BLOCKS_AT_ONCE = 1 << 15  # bounds the temporaries, not the result
 
 @dataclass(frozen=True, slots=True)
 class GGMLType:
-    """A storage type: `block_size` elements lie in `block_bytes` bytes; `id` is its number in GGUF files."""
+    """A storage type: `block_size` elements lie in `block_bytes` bytes; `id` is its number in GGUF
+    files.
+    """
 
     name: str
     id: int

@@ -1,7 +1,8 @@
 """Reader of the GGUF container (versions 2 and 3, little-endian), memory-mapped and hardened.
 
-Knows the container, not models. Invariant: every count, length, dimension and offset is checked against the file with
-Python integers before anything is allocated or viewed, so a damaged or hostile file costs one ModelFileError.
+Knows the container, not models. Invariant: every count, length, dimension and offset is checked
+against the file with Python integers before anything is allocated or viewed, so a damaged or
+hostile file costs one ModelFileError.
 """
 
 from __future__ import annotations
@@ -208,7 +209,9 @@ class GGUFFile:
         return field, position + num_bytes
 
     def _skip_strings(self, field: ArrayField) -> int:
-        """Checks a string array and returns the position behind it; this loop is most of the opening time."""
+        """Checks a string array and returns the position behind it; this loop is most of the
+        opening time.
+        """
         self._need(field.offset, 8 * field.count, repr(field.key))
         position, data, size, unpack = field.offset, self._map, self._size, _U64.unpack_from
         last = size - 8
@@ -273,7 +276,8 @@ class GGUFFile:
         if dimensions[0] % ggml_type.block_size:
             self._fail(
                 f"row length of tensor {name!r}",
-                f"is {dimensions[0]}, no multiple of the {ggml_type.name} block of {ggml_type.block_size}",
+                f"is {dimensions[0]}, no multiple of the {ggml_type.name} block of "
+                f"{ggml_type.block_size}",
             )
         elements = 1
         for dimension in dimensions:

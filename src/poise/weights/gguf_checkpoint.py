@@ -1,7 +1,8 @@
-"""A GGUF file as a checkpoint: metadata to configuration, tensor names to canonical ones, q/k order undone.
+"""A GGUF file as a checkpoint: metadata to configuration, tensor names to canonical ones, q/k order
+undone.
 
-Knows the architectures llama, qwen2 and qwen3. Invariant: metadata that would change the answer and is not understood
-is refused by name; nothing is accepted and ignored.
+Knows the architectures llama, qwen2 and qwen3. Invariant: metadata that would change the answer and
+is not understood is refused by name; nothing is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _LAYER_NAMES = {
 }
 _ROPE_FREQS = "rope_freqs.weight"
 
-# Keys (after the architecture) of features that no model here has, with the values that switch them off.
+# Keys (after the architecture) of features that no model here has, with the values that switch them
+# off.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
     "use_parallel_residual": (False,),
@@ -212,7 +214,9 @@ def _rope_factors(file: GGUFFile, dim: int) -> tuple[float, ...] | None:
 
 
 def _file_names(num_layers: int) -> dict[str, str]:
-    """Canonical name to GGUF name. Bounded: a file with fewer tensors than layers fails at its first gap."""
+    """Canonical name to GGUF name. Bounded: a file with fewer tensors than layers fails at its
+    first gap.
+    """
     names = dict(_TOP_NAMES)
     for index in range(min(num_layers, 1 << 12)):
         for canonical, name in _LAYER_NAMES.items():
@@ -258,7 +262,8 @@ def _raw_tensor(file: GGUFFile, config: ModelConfig, name: str, entry: TensorEnt
 def rotary_row_order(num_heads: int, head_dim: int) -> NDArray[np.int32]:
     """int32 [num_heads · head_dim]: the stored row of each logical row of a llama q or k matrix.
 
-    The converter stores reshape(heads, 2, d/2, K).swapaxes(1, 2): row (half, j) of a head lies at 2j + half.
+    The converter stores reshape(heads, 2, d/2, K).swapaxes(1, 2): row (half, j) of a head lies at
+    2j + half.
     """
     stored = np.arange(num_heads * head_dim, dtype=np.int32)
     return stored.reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)

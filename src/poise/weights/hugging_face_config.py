@@ -1,7 +1,8 @@
 """config.json of a Hugging Face folder as a ModelConfig.
 
-Knows LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM under transformers' key names and defaults.
-Invariant: a setting that would change the answer and is not understood is refused by name.
+Knows LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM under transformers'
+key names and defaults. Invariant: a setting that would change the answer and is not understood is
+refused by name.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ def _check_windows(fields: JSONFields, context: int) -> None:
 
 
 def _rope_config(fields: JSONFields, head_dim: int) -> RopeConfig:
-    """Rotary settings under transformers 5's `rope_parameters` or the older `rope_scaling` + `rope_theta`."""
+    """Rotary settings under transformers 5's `rope_parameters` or the older `rope_scaling` +
+    `rope_theta`.
+    """
     theta = fields.number("rope_theta", 10000.0)
     key = "rope_parameters" if fields.values.get("rope_parameters") is not None else "rope_scaling"
     if fields.values.get(key) is None:
@@ -157,8 +160,9 @@ def _rope_config(fields: JSONFields, head_dim: int) -> RopeConfig:
 def _llama3_factors(section: JSONFields, theta: float, head_dim: int) -> tuple[float, ...]:
     """Llama 3's frequency factors, each rounded to f32 as GGUF files keep them.
 
-    transformers' `_compute_llama3_parameters`: long waves are stretched by `factor`, short ones kept, those between
-    interpolated; there the new frequency is (1 − s)·f/factor + s·f, so f is divided by 1 / ((1 − s)/factor + s).
+    transformers' `_compute_llama3_parameters`: long waves are stretched by `factor`, short ones
+    kept, those between interpolated; there the new frequency is (1 − s)·f/factor + s·f, so f is
+    divided by 1 / ((1 − s)/factor + s).
     """
     factor = section.number("factor")
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")

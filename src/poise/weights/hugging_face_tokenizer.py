@@ -1,6 +1,8 @@
-"""Tokenizer facts of a Hugging Face folder: ids that end a turn, BOS, special tokens, chat template.
+"""Tokenizer facts of a Hugging Face folder: ids that end a turn, BOS, special tokens, chat
+template.
 
-Knows the folder's JSON files, not how to tokenise. Invariant: every id it returns lies below the vocabulary size.
+Knows the folder's JSON files, not how to tokenise. Invariant: every id it returns lies below the
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class _TokenizerHead(msgspec.Struct):
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> TokenizerData:
-    """Everything the folder says of its tokenizer. Raises ModelFileError, also if tokenizer.json is missing."""
+    """Everything the folder says of its tokenizer. Raises ModelFileError, also if tokenizer.json is
+    missing.
+    """
     path = folder / "tokenizer.json"
     text = read_text(path)
     try:
@@ -111,7 +115,9 @@ def _first_tokens(processor: _PostProcessor | None) -> Iterator[str]:
 
 
 def _chat_template(folder: Path, settings: dict[str, object]) -> str | None:
-    """chat_template.jinja first, then tokenizer_config.json (a string, or a list with one named default)."""
+    """chat_template.jinja first, then tokenizer_config.json (a string, or a list with one named
+    default).
+    """
     path = folder / "chat_template.jinja"
     if path.exists():
         return read_text(path)

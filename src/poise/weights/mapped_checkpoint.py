@@ -1,7 +1,8 @@
-"""What every opened checkpoint shares: tensors by canonical name, and the check that they fit the configuration.
+"""What every opened checkpoint shares: tensors by canonical name, and the check that they fit the
+configuration.
 
-Knows canonical names and shapes, no file format. Invariant: once `check_tensors` has passed, every tensor that the
-model needs is there in the expected shape, and no other tensor is.
+Knows canonical names and shapes, no file format. Invariant: once `check_tensors` has passed, every
+tensor that the model needs is there in the expected shape, and no other tensor is.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def check_tensors(
     tensors: Mapping[str, RawTensor],
     rename: Mapping[str, str],
 ) -> None:
-    """Compares what the file holds with what the model needs; `rename` gives file names for messages."""
+    """Compares what the file holds with what the model needs; `rename` gives file names for
+    messages.
+    """
     needed: set[str] = set()
     for name, shape in expected_shapes(config):
         needed.add(name)
@@ -96,12 +99,14 @@ def check_tensors(
             raise ModelFileError(f"{path}: tensor {rename.get(name, name)!r} is missing")
         if tensor.shape != shape:
             raise ModelFileError(
-                f"{path}: tensor {tensor.name!r} has shape {tensor.shape}, but the configuration needs {shape}"
+                f"{path}: tensor {tensor.name!r} has shape {tensor.shape}, but the "
+                f"configuration needs {shape}"
             )
     for name, tensor in tensors.items():
         if name not in needed:
             raise ModelFileError(
-                f"{path}: tensor {tensor.name!r} has no place in architecture {config.architecture!r}"
+                f"{path}: tensor {tensor.name!r} has no place in architecture "
+                f"{config.architecture!r}"
             )
 
 
@@ -113,7 +118,10 @@ def check_config(path: Path, config: ModelConfig) -> None:
     elif config.head_dim % 2:
         problem = f"head size {config.head_dim} is odd"
     elif config.rope.dim != config.head_dim:
-        problem = f"rope dimension {config.rope.dim} is not the head size {config.head_dim} (partial rotary is not supported)"
+        problem = (
+            f"rope dimension {config.rope.dim} is not the head size {config.head_dim} "
+            "(partial rotary is not supported)"
+        )
     elif config.max_position_embeddings > MAX_CONTEXT:
         problem = f"context length {config.max_position_embeddings} is above {MAX_CONTEXT}"
     if problem:

@@ -11,7 +11,7 @@ from poise.weights.safetensors_folder import SafetensorsCheckpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; a folder with a single .gguf file and no config.json stands for that file.
+    """The checkpoint at `path`; a folder with one .gguf file and no config.json is that file.
 
     Raises ModelFileError, one line naming file and field.
     """

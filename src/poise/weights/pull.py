@@ -1,7 +1,8 @@
-"""Turns what a user calls a model into a path: registry names (pulled if missing), local paths, hf:org/repo.
+"""Turns what a user calls a model into a path: registry names (pulled if missing), local paths,
+hf:org/repo.
 
-Knows where models are kept, not what is in them. Invariant: a file under its final name has the registered sha256;
-whatever fails leaves nothing behind and is one line.
+Knows where models are kept, not what is in them. Invariant: a file under its final name has the
+registered sha256; whatever fails leaves nothing behind and is one line.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def pull(name: str, *, console: Console | None = None, offline: bool = False) ->
     """The path of a named model, fetched first if it isn't in the cache.
 
     `console` gets the announcement and, on a terminal, a progress bar (default: standard error).
-    Raises ConfigError (unknown name, or missing while offline) or PullError; a failure leaves nothing behind.
+    Raises ConfigError (unknown name, or missing while offline) or PullError; a failure leaves
+    nothing behind.
     """
     if name not in REGISTRY:
         raise ConfigError(_not_found(name))
@@ -91,7 +93,8 @@ def pull(name: str, *, console: Console | None = None, offline: bool = False) ->
         return path
     if offline and not _has_size(model):
         raise ConfigError(
-            f"model {name} is not in {models_folder()} and --offline is on; run 'poise pull {name}' once with network"
+            f"model {name} is not in {models_folder()} and --offline is on; run 'poise pull "
+            f"{name}' once with network"
         )
     try:
         models_folder().mkdir(parents=True, exist_ok=True)
@@ -105,7 +108,8 @@ def pull(name: str, *, console: Console | None = None, offline: bool = False) ->
     except OSError as error:
         raise PullError(
             f"{name} can't be stored in {path.parent}: {error.strerror or error}; "
-            f"{_human_bytes(2 * model.num_bytes)} must be free, and POISE_HOME may name another folder"
+            f"{_human_bytes(2 * model.num_bytes)} must be free, and POISE_HOME may name "
+            "another folder"
         ) from None
     except KeyboardInterrupt:
         raise PullError(f"the pull of {name} was interrupted; nothing was kept") from None
@@ -130,7 +134,8 @@ def _is_intact(model: NamedModel) -> bool:
 def _fetch(model: NamedModel, path: Path, console: Console) -> None:
     """Fetches into a temporary folder beside the target; called with the model's lock held."""
     console.print(
-        f"Fetching {model.name} ({_human_bytes(model.num_bytes)}, {model.licence}), sha256 {model.sha256}",
+        f"Fetching {model.name} ({_human_bytes(model.num_bytes)}, {model.licence}), sha256 "
+        f"{model.sha256}",
         highlight=False,
         soft_wrap=True,
     )
@@ -186,7 +191,9 @@ def _not_found(model: str) -> str:
 
 
 def _hugging_face_snapshot(model: str, *, offline: bool, console: Console | None) -> Path:
-    """A repository's safetensors and JSON files through huggingface_hub, which keeps them in its own cache."""
+    """A repository's safetensors and JSON files through huggingface_hub, which keeps them in its
+    own cache.
+    """
     match = _HF.fullmatch(model)
     if match is None:
         raise ConfigError(f"{model!r} is not of the form hf:org/repo or hf:org/repo@revision")

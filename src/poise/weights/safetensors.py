@@ -1,7 +1,8 @@
-"""Reader of one safetensors file: a JSON header checked against the file, tensors as views of the map.
+"""Reader of one safetensors file: a JSON header checked against the file, tensors as views of the
+map.
 
-Knows the container, not models. Invariant: no view is made before its range, element type and shape have been
-checked with Python integers.
+Knows the container, not models. Invariant: no view is made before its range, element type and shape
+have been checked with Python integers.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ def _raw_tensor(path: Path, name: str, entry: _Entry, data: NDArray[np.uint8]) -
     begin, end = entry.data_offsets
     if not 0 <= begin <= end <= len(data):
         raise ModelFileError(
-            f"{path}: data of tensor {name!r} lies at {begin}…{end}, outside the {len(data)} bytes of data"
+            f"{path}: data of tensor {name!r} lies at {begin}…{end}, outside the {len(data)} "
+            "bytes of data"
         )
     num_bytes = math.prod(entry.shape) * _ELEMENT_BYTES[entry.dtype]
     if end - begin != num_bytes:
         raise ModelFileError(
-            f"{path}: data of tensor {name!r} has {end - begin} bytes, but shape {entry.shape} needs {num_bytes}"
+            f"{path}: data of tensor {name!r} has {end - begin} bytes, but shape "
+            f"{entry.shape} needs {num_bytes}"
         )
     rows = math.prod(entry.shape[:-1])
     return RawTensor(name, entry.dtype, tuple(entry.shape), data[begin:end].reshape(rows, -1))

@@ -1,7 +1,7 @@
 """A local Hugging Face folder (config.json, safetensors files, tokenizer files) as a checkpoint.
 
-Knows which files such a folder has and transformers' tensor names. Invariant: only files directly inside the folder
-are read; no code and no pickle is ever loaded.
+Knows which files such a folder has and transformers' tensor names. Invariant: only files directly
+inside the folder are read; no code and no pickle is ever loaded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class SafetensorsCheckpoint(MappedCheckpoint):
 
     @cached_property
     def tokenizer(self) -> TokenizerData:
-        """What tokenizer.json, tokenizer_config.json and generation_config.json say, read on first use."""
+        """What tokenizer.json, tokenizer_config.json and generation_config.json say, read on first
+        use.
+        """
         return read_tokenizer(self.path, self.config.vocab_size)
 
     def digest(self) -> str:
@@ -114,7 +116,9 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _file_names(num_layers: int) -> dict[str, str]:
-    """Canonical name to transformers' name. Bounded: a folder with fewer layers fails at its first gap."""
+    """Canonical name to transformers' name. Bounded: a folder with fewer layers fails at its first
+    gap.
+    """
     names = dict(_TOP_NAMES)
     for index in range(min(num_layers, 1 << 12)):
         for canonical, name in _LAYER_NAMES.items():
@@ -126,7 +130,8 @@ def _canonical_tensors(
     by_name: dict[str, RawTensor], rename: dict[str, str]
 ) -> dict[str, RawTensor]:
     canonical = {name: key for key, name in rename.items()}
-    # A name that nothing maps keeps its own, and check_tensors refuses it; old files hold a rope table beside the config.
+    # A name that nothing maps keeps its own, and check_tensors refuses it; old files hold a rope
+    # table beside the config.
     return {
         canonical.get(name, name): tensor
         for name, tensor in by_name.items()

