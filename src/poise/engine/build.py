@@ -19,7 +19,7 @@ from poise.core.scheduler import Scheduler
 from poise.engine.client import EngineInfo
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import EngineMetrics
-from poise.executor.load import LoadedExecutor, load_executor
+from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
 from poise.weights.open_checkpoint import open_checkpoint
@@ -87,7 +87,7 @@ def _assemble(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         kv_capacity_tokens=loaded.num_blocks // len(loaded.kv_groups) * loaded.block_size,
-        system_fingerprint=loaded.fingerprint,
+        system_fingerprint=f"poise-v{NUMERICS_VERSION}-{loaded.fingerprint}",
         details=dict(loaded.details),
     )
     metrics = EngineMetrics(

@@ -125,8 +125,8 @@ class LLMEngine:
     def add_request(
         self, key: int, request: EngineRequest, arrival_time: float | None = None
     ) -> None:
-        """Takes a request under a key that the caller has never used. Raises InvalidRequestError
-        and EngineDeadError.
+        """Takes a request under a key that no unfinished one has. Raises InvalidRequestError and
+        EngineDeadError.
         """
         assert key not in self._requests, f"key {key} is in use"
         if self.failure is not None:
@@ -144,9 +144,9 @@ class LLMEngine:
                 max_tokens,
                 arrival_time,
             )
+            output = ChoiceOutput(sampling.choice, sampling.params, self.tokenizer)
             # Only the first can be refused: the choices are alike. Nothing of it stays behind then.
             self._scheduler.add(core_request)
-            output = ChoiceOutput(sampling.choice, sampling.params, self.tokenizer)
             choice = _Choice(state, core_request, output)
             state.choices.append(choice)
             self._choices[core_request.request_id] = choice

@@ -25,7 +25,7 @@ class Loaded(SimpleNamespace):
             max_model_len=100,
             vocab_size=VOCAB_SIZE,
             cache_identity=b"identity",
-            fingerprint="poise-v1-0123456789ab",
+            fingerprint="0123456789ab",
             details={"format": "GGUF Q4_1"},
             closed=False,
         )
@@ -38,6 +38,7 @@ class Loaded(SimpleNamespace):
 def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     """poise.engine.build over a model that is not there."""
     load = ModuleType("poise.executor.load")
+    load.NUMERICS_VERSION = 1  # type: ignore[attr-defined]
     load.LoadedExecutor = Loaded  # type: ignore[attr-defined]
     load.load_executor = lambda *configs: module.loaded  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "poise.executor.load", load)
