@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from poise.models.config import TokenizerData
-from poise.tokenizer.decoding import _byte_alphabet
+from poise.tokenizer.decoding import byte_alphabet
 from poise.tokenizer.tokenizer import Tokenizer
 
 CONTROL_TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im|>")
@@ -19,7 +19,7 @@ _MERGES = ("h e", "l l", "he ll", "hell o", "Ġ Ġ", "Ġ hello", "i m", "s t", "
 
 def byte_level_metadata(pre: str = "smollm") -> dict[str, object]:
     merges = [merge for merge in _MERGES if "é" not in merge]
-    tokens = [*CONTROL_TOKENS, "<think>", *_byte_alphabet()]
+    tokens = [*CONTROL_TOKENS, "<think>", *byte_alphabet()]
     tokens += [merge.replace(" ", "") for merge in merges]
     types = [3] * len(CONTROL_TOKENS) + [4] + [1] * (len(tokens) - len(CONTROL_TOKENS) - 1)
     return {

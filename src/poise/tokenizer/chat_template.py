@@ -15,7 +15,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from poise.errors import InvalidRequestError
-from poise.tokenizer.control_tokens import ControlTokens
+from poise.tokenizer.control_tokens import ControlTokens, check_unicode
 from poise.tokenizer.template_sandbox import TemplateEnvironment, render_within
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -193,6 +193,8 @@ def _read_message(where: str, message: object, compiled: _Compiled) -> dict[str,
                 f"{where}.{key} is {value!r:.100}, expected a string", "messages"
             )
         result[key] = value
+    for key, text in result.items():
+        check_unicode(text, f"{where}.{key}", "messages")
     return result
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, models
 
+from poise.errors import InvalidRequestError
+
 _FIRST_MARK = 0x100000  # supplementary private-use area B
 _LAST_MARK = 0x10FFFD
 
@@ -95,6 +97,18 @@ class ControlTokens:
     def _may_hold_one(self, text: str) -> bool:
         """False where a cheap look already shows that no control token is spelled in `text`."""
         return any(opening in text for opening in self._openings)
+
+
+def check_unicode(text: str, name: str, param: str | None = None) -> None:
+    """InvalidRequestError if `text` holds lone surrogates, which no tokenizer can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} holds the lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{error.start}, which is not valid Unicode",
+            param,
+        ) from None
 
 
 def _finder(tokens: list[AddedToken]) -> tokenizers.Tokenizer:

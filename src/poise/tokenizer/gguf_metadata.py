@@ -198,17 +198,18 @@ def _merges_from_scores(
             f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
         )
     barred = {token for token, kind in zip(tokens, vocabulary.types) if kind in (UNKNOWN, CONTROL)}
-    usable = ids.keys() - barred
-    merges: list[tuple[float, str, str]] = []
+    usable = {token: id_ for token, id_ in ids.items() if token not in barred}
+    known = usable.get
+    ranked: list[tuple[float, int, int, int, int]] = []
     for token, score in zip(tokens, scores):
         if token in barred or len(token) > MAX_PIECE:
             continue
-        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-        found = [(left, right) for left, right in splits if left in usable and right in usable]
-        found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]), reverse=True)
-        merges.extend((score, left, right) for left, right in found)
-    merges.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
-    return [(left, right) for _, left, right in merges]
+        for i in range(1, len(token)):
+            left, right = known(token[:i]), known(token[i:])
+            if left is not None and right is not None:
+                ranked.append((score, i, len(token) - i, left, right))
+    ranked.sort(reverse=True)
+    return [(tokens[left], tokens[right]) for _, _, _, left, right in ranked]
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:

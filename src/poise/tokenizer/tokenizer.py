@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from poise.errors import InvalidRequestError, ModelFileError
 from poise.models.config import TokenizerData
 from poise.tokenizer.chat_template import ChatTemplate, RenderedChat
-from poise.tokenizer.control_tokens import ControlTokens
+from poise.tokenizer.control_tokens import ControlTokens, check_unicode
 from poise.tokenizer.decoding import TokenDecoding, read_decoding
 from poise.tokenizer.gguf_metadata import build_from_gguf, set_template
 
@@ -55,17 +55,11 @@ class Tokenizer:
         `add_special_tokens` adds what the model wants around a text (mostly BOS before it). Raises
         InvalidRequestError for text that is not valid Unicode (lone surrogates).
         """
-        try:
-            if parse_special:
-                ids: list[int] = self._tokenizer.encode(
-                    text, add_special_tokens=add_special_tokens
-                ).ids
-                return ids
-            ids = self._plain_tokenizer().encode(text, starts_text=True)
-        except (UnicodeEncodeError, TypeError):
-            raise InvalidRequestError(
-                "the text holds a lone surrogate, which is not valid Unicode"
-            ) from None
+        check_unicode(text, "text")
+        if parse_special:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        ids = self._plain_tokenizer().encode(text, starts_text=True)
         return self._with_special(ids) if add_special_tokens else ids
 
     def encode_chat(
@@ -162,14 +156,18 @@ class _PlainTokenizer:
             return []
         tokenizer = self._first if starts_text else self._later
         encoding = tokenizer.encode(text, add_special_tokens=False)
-        for token, (start, end) in zip(encoding.ids, encoding.offsets):
-            spelled = text[start:end]
+        ids: list[int] = encoding.ids
+        if self._special_ids.isdisjoint(ids):
+            return ids
+        for token, (start, end) in zip(ids, encoding.offsets):
+            spelled = text[
+                start:end
+            ]  # something else where the token stands for an unknown character
             if token in self._special_ids and spelled == tokenizer.id_to_token(token):
                 raise InvalidRequestError(
                     f"the text spells the control token {spelled!r}, which this model's tokenizer "
                     "can't write as plain text"
                 )
-        ids: list[int] = encoding.ids
         return ids
 
     @staticmethod
@@ -181,7 +179,9 @@ class _PlainTokenizer:
                 setattr(copy, part, getattr(original, part))
         added = original.get_added_tokens_decoder()
         copy.add_tokens([added[token] for token in sorted(added)])
-        if copy.get_added_tokens_decoder().keys() != added.keys():  # ids with gaps between them
+        contents = {token: entry.content for token, entry in added.items()}
+        if contents != {t: entry.content for t, entry in copy.get_added_tokens_decoder().items()}:
+            # The ids have gaps, so adding in order gave other ones.
             copy = tokenizers.Tokenizer.from_str(original.to_str())
         copy.encode_special_tokens = True
         return copy

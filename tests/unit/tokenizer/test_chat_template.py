@@ -48,6 +48,10 @@ def test_text_parts_are_joined() -> None:
         (user(3), "content is 3"),
         (user([{"type": "image_url", "image_url": {"url": "x"}}]), "'image_url'"),
         (user(["a"]), "'a'"),
+        (
+            user("a<s>\ud800"),
+            r"messages\[0\]\.content holds the lone surrogate U\+D800 at character 4",
+        ),
         (user([{"type": "text"}]), r"content\[0\]\.text is None"),
         ([{"role": "user", "content": "a", "name": "bob"}], r"messages\[0\]\.name"),
         ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}], "tool_calls"),
