@@ -1,7 +1,8 @@
 """A fixed number of equal KV pages: who is referenced how often, and which free page goes next.
 
-Does not know requests, tokens or what a page holds. Invariant: a page is in the free list exactly when nothing
-references it. The free list is the LRU: a freed page keeps its content there until it is taken again.
+Does not know requests, tokens or what a page holds. Invariant: a page is in the free list exactly
+when nothing references it. The free list is the LRU: a freed page keeps its content there until it
+is taken again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 NULL_BLOCK_ID = -1
-"""Stands in a block table for a page behind a sliding window: never read, never written, no page behind it."""
+"""Stands in a block table for a page behind a sliding window: never read, never written."""
 
 
 class BlockPool:
@@ -33,7 +34,7 @@ class BlockPool:
         return self._num_references[block_id] == 0
 
     def take(self) -> int:
-        """The least recently used free page, now referenced once. Its old content is the caller's to forget."""
+        """The least recently used free page; its old content is the caller's to forget."""
         block_id, _ = self._free.popitem(last=False)
         self._num_references[block_id] = 1
         return block_id
@@ -45,7 +46,7 @@ class BlockPool:
         self._num_references[block_id] += 1
 
     def release(self, block_id: int, keep_content: bool) -> None:
-        """One reference less; the last one makes the page free: newest if its content is worth keeping, else next."""
+        """One reference less. A freed page is taken last if its content is kept, else next."""
         assert self._num_references[block_id] > 0, f"block {block_id} is released but not held"
         self._num_references[block_id] -= 1
         if self._num_references[block_id] == 0:
@@ -54,7 +55,7 @@ class BlockPool:
                 self._free.move_to_end(block_id, last=False)
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Recounts everything. `held` is every entry of every block table, null entries left out."""
+        """Recounts everything. `held`: all entries of all block tables but the null ones."""
         uses = Counter(held)
         assert self.num_blocks == len(self._num_references)
         for block_id, num_references in enumerate(self._num_references):

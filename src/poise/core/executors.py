@@ -1,7 +1,7 @@
-"""Executors without a model. `ScriptedExecutor` draws fake tokens and holds the scheduler to its contract.
+"""Executors without a model: `ScriptedExecutor` draws fake tokens and checks each step.
 
-Knows the two records of core/output only. Invariant: a token is a pure function of all tokens before it, the
-seed and the choice, so whatever the schedule, the answer is the same.
+Knows the two records of core/output only. Invariant: a token is a pure function of all tokens
+before it, the seed and the choice, so whatever the schedule, the answer is the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def scripted_token(
 
 @dataclass(slots=True)
 class _Held:
-    """What an executor knows of one request. `prefixes[p]` names the tokens at 0 … p: what a slot must hold."""
+    """One request. `prefixes[p]` names the tokens at 0 … p: what the slot of p must hold."""
 
     token_ids: list[int]
     prefixes: list[int]
@@ -63,10 +63,11 @@ class _Held:
 
 
 class ScriptedExecutor:
-    """Simulates the KV pages slot by slot: (page, offset) holds the group and the prefix that was written there.
+    """Simulates KV pages: each slot (page, offset) holds the group and the prefix written there.
 
-    Within a step all rows are written before any row attends, as in a real model's layers. `broken` are requests
-    to report as broken; `fail_next` makes the next step raise after it has overwritten its pages with rubbish.
+    Within a step all rows are written before any row attends, as in a real model's layers. `broken`
+    are requests to report as broken; `fail_next` makes the next step raise after it has overwritten
+    its pages with rubbish.
     """
 
     def __init__(
@@ -140,8 +141,7 @@ class ScriptedExecutor:
                 raise ContractViolationError(f"{name}: a block id outside the pool")
 
     def _write(self, output: SchedulerOutput) -> None:
-        """All rows' KV. A page that is written to may be in reach of no other request, except those that hit it
-        in this very step; so each slot is written once."""
+        """All rows' KV. Each slot is written once, and none that an earlier step made visible."""
         written: set[Slot] = set()
         reached = self._slots_in_reach()
         for item in output.scheduled:
@@ -157,7 +157,7 @@ class ScriptedExecutor:
                     )
                 if slot[0] == NULL_BLOCK_ID:
                     raise ContractViolationError(
-                        f"request {item.request_id} writes position {position} of group {group} nowhere"
+                        f"request {item.request_id} writes position {position} to a null page"
                     )
                 written.add(slot)
                 self._slots[slot] = None if self.fail_next else (group, held.prefixes[position])
@@ -184,8 +184,8 @@ class ScriptedExecutor:
         for group, position, slot in self._visible_slots(held, item.start, held.end):
             if self._slots.get(slot) != (group, held.prefixes[position]):
                 raise ContractViolationError(
-                    f"request {item.request_id}, group {group}: page {slot[0]} holds something else at "
-                    f"position {position}"
+                    f"request {item.request_id}, group {group}: page {slot[0]} holds something else "
+                    f"at position {position}"
                 )
 
     def _answer(self, output: SchedulerOutput) -> ModelRunnerOutput:

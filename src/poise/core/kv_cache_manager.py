@@ -1,8 +1,8 @@
-"""Pages for requests: block tables per KV group, prefix hits, and what a step adds to the prefix cache.
+"""Pages for requests: block tables per KV group, prefix hits, what a step adds to the cache.
 
-Knows requests and pages; does not know budgets, order or policies. Invariant: shared pages are full and are
-never written, so nothing is ever copied; a page computed by the step in flight is findable from the moment it
-is scheduled, stays so if the step returns, and is forgotten if it fails.
+Knows requests and pages; does not know budgets, order or policies. Invariant: shared pages are full
+and are never written, so nothing is ever copied; a page computed by the step in flight is findable
+from the moment it is scheduled, stays so if the step returns, and is forgotten if it fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached pages for positions start … end-1 of a request, both at block edges: per group, one id per block."""
+    """Cached pages for positions start … end-1, whole blocks: per group, one id for each."""
 
     start: int
     end: int
@@ -50,10 +50,10 @@ class KVCacheManager:
             int, list[int]
         ] = {}  # pages that the step in flight computes, by request
 
-    # --- how much fits -------------------------------------------------------------------------------------
+    # --- how much fits ----------------------------------------------------------------------------
 
     def num_blocks_needed(self, num_tokens: int, max_chunk: int) -> int:
-        """The most pages that a request of `num_tokens` holds at once when computed in chunks up to `max_chunk`."""
+        """The most pages that `num_tokens` take at once, computed in chunks up to `max_chunk`."""
         return sum(self._group_need(window, num_tokens, max_chunk) for window in self._windows)
 
     def _group_need(self, window: int | None, num_tokens: int, max_chunk: int) -> int:
@@ -63,19 +63,19 @@ class KVCacheManager:
         return min(num_blocks, (window + max_chunk) // self.block_size + 2)
 
     def fits_now(self, request: Request, hit: PrefixHit | None, max_chunk: int) -> bool:
-        """Whether free pages would do for all known tokens, beyond the pages of the hit that others hold anyway."""
+        """Whether free pages do for all known tokens; those of the hit in use cost nothing."""
         need = self.num_blocks_needed(request.num_tokens, max_chunk)
         if hit is not None:
             need -= sum(b != NULL_BLOCK_ID and not self.pool.is_free(b) for b in _flat(hit.blocks))
         return need <= self.pool.num_free
 
-    # --- prefix hits ---------------------------------------------------------------------------------------
+    # --- prefix hits ------------------------------------------------------------------------------
 
     def lookup(self, request: Request) -> PrefixHit | None:
-        """The longest hit, from where the request stands, that every group can serve; None if there is none.
+        """The longest hit that every group can serve from where the request stands, or None.
 
-        At least the last known token is left to compute, and only a request at a block's edge can take a hit.
-        Nothing changes but the request's list of hashes.
+        At least the last known token is left to compute, and only a request at a block's edge can
+        take a hit. Nothing changes but the request's list of hashes.
         """
         size = self.block_size
         first, partial = divmod(request.num_computed_tokens, size)
@@ -124,14 +124,14 @@ class KVCacheManager:
         return None
 
     def _first_visible(self, window: int | None, position: int) -> int:
-        """Index of the first block that the token at `position` sees: a window of w shows it and w-1 before it."""
+        """The first block that `position` sees: a window of w shows itself and w-1 before it."""
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def num_unclaimed_tokens(self, request: Request, start: int, num_tokens: int) -> int:
-        """How many of `num_tokens` from `start` to compute before a block that another running request will.
+        """How many of `num_tokens` from `start` no other running request is about to compute.
 
-        0 tells the request to wait: it'll find that block in the cache. Blocks that it could not take as a hit
-        (its last token is in them), and one that it has begun itself, are its own to compute.
+        0 tells the request to wait: it'll find the block in the cache. A block that it could not
+        take as a hit (its last token is in it) or has begun itself is its own to compute.
         """
         if self._cache is None or request.needs_prompt_logprobs:
             return num_tokens
@@ -144,12 +144,13 @@ class KVCacheManager:
         )
         return num_tokens if claimed is None else (first + claimed) * self.block_size - start
 
-    # --- allocation ----------------------------------------------------------------------------------------
+    # --- allocation -------------------------------------------------------------------------------
 
     def allocate(self, request: Request, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
-        """Takes the hit and pages for `num_tokens` after it; returns the ids added to each block table.
+        """Takes the hit and pages for `num_tokens` after it; returns what each table gained.
 
-        None if the pool has too few pages: then nothing has changed (but pages behind a window may be free).
+        None if the pool has too few pages: then nothing has changed (but pages behind a window may
+        be free).
         """
         if self._slides and request.block_tables:
             self._release_behind_windows(request)
@@ -203,7 +204,7 @@ class KVCacheManager:
         self.pool.release(block_id, keep)
 
     def free(self, request: Request) -> None:
-        """Gives back all pages and claims; the tail of the request will be evicted before its head."""
+        """Gives back all pages and claims; the tail will be evicted before the head."""
         for column in reversed(list(zip(*request.block_tables))):
             for block_id in column:
                 if block_id != NULL_BLOCK_ID:
@@ -212,10 +213,10 @@ class KVCacheManager:
         first = request.num_computed_tokens // self.block_size
         self._claims.release(request.block_hashes[first:], request.request_id)
 
-    # --- what a step adds to the cache ---------------------------------------------------------------------
+    # --- what a step adds to the cache ------------------------------------------------------------
 
     def register_scheduled(self, request: Request, num_tokens: int) -> None:
-        """The step being built computes `num_tokens` more: blocks that become full can be hit from now on."""
+        """This step computes `num_tokens` more: blocks it makes full can be hit from now on."""
         if self._cache is None:
             return
         size = self.block_size
@@ -247,7 +248,7 @@ class KVCacheManager:
         self._pending.clear()
 
     def forget_content(self, request: Request) -> None:
-        """Takes every page that the request holds out of the cache; others that share one keep it."""
+        """Takes every page that the request holds out of the cache; sharers keep theirs."""
         for table in request.block_tables:
             self._forget(table)
 
@@ -256,7 +257,7 @@ class KVCacheManager:
             for block_id in block_ids:
                 self._cache.forget(block_id)
 
-    # --- checks --------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self, running: Iterable[Request]) -> None:
         """Recomputes everything from the block tables of the running requests."""

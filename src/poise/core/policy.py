@@ -27,10 +27,11 @@ class RequestView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`order_waiting`: the queue (arrivals in order, preempted ones in front) to request ids, first to admit first.
+    """`order_waiting`: the queue (arrivals in order, preempted ones in front) to request ids, first
+    to admit first.
 
-    `choose_victim`: of the running requests that may be preempted in this step, in order of admission, the index of
-    the one to preempt.
+    `choose_victim`: of the running requests that may be preempted in this step, in order of
+    admission, the index of the one to preempt.
     """
 
     name: str

@@ -28,9 +28,9 @@ class PrefixCache:
         hash of block i = BLAKE2b(key, parent: hash of block i-1, token ids of block i)
         parent of block 0 = BLAKE2b(key, identity, salt)
 
-    `key` (at most 64 bytes) is secret, so that nobody can construct collisions; `identity` names everything else
-    that decides a block's bytes (model digest, KV dtype, rope …). Fields are typed and length-prefixed. A hit
-    compares the token ids as well.
+    `key` (at most 64 bytes) is secret, so that nobody can construct collisions; `identity` names
+    everything else that decides a block's bytes (model digest, KV dtype, rope …). Fields are typed
+    and length-prefixed. A hit compares the token ids as well.
     """
 
     def __init__(self, *, key: bytes, identity: bytes, block_size: int, num_groups: int) -> None:
@@ -77,7 +77,7 @@ class PrefixCache:
         return block_id in self._entry_by_block
 
     def forget(self, block_id: int) -> None:
-        """The page's content can no longer be found; a page that was not registered is left alone."""
+        """The page's content can no longer be found, if it ever could."""
         entry = self._entry_by_block.pop(block_id, None)
         if entry is not None:
             del self._block_by_hash[entry.group][entry.block_hash]
@@ -98,9 +98,9 @@ class PrefixCache:
 class PrefillClaims:
     """For each full block that an admitted request has yet to compute: which request will.
 
-    Another one that comes to such a block waits for the page instead of computing it again. Waiting can't go in
-    circles: who waits at block i shares all blocks before it with the owner, and the owner, not past i itself,
-    either computes i next or waits at an earlier block.
+    Another one that comes to such a block waits for the page instead of computing it again. Waiting
+    can't go in circles: who waits at block i shares all blocks before it with the owner, and the
+    owner, not past i itself, either computes i next or waits at an earlier block.
     """
 
     def __init__(self) -> None:

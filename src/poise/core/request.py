@@ -1,7 +1,8 @@
 """The state of one choice of one request, and the rule that ends it.
 
-Owns tokens, progress and times. Does not know blocks' content, other requests or text: block ids are kept here
-for the KV cache manager, which alone changes them. Invariant: num_computed_tokens < num_tokens while unfinished.
+Owns tokens, progress and times. Does not know blocks' content, other requests or text: block ids
+are kept here for the KV cache manager, which alone changes them. Invariant: an
+unfinished request has a token left to compute.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from poise.core.output import EngineSampling
 
 
 class RequestStatus(Enum):
-    """Where a request stands. Only a running one holds blocks, and only it is known to the executor."""
+    """Where a request stands. Only a running one holds pages and is known to the executor."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,9 +31,9 @@ class Request:
                     | computed: KV in pages ... | still to compute  |
                     0                           num_computed_tokens num_tokens
 
-    Make it with `Request.create`. `request_id` is internal and never reused. `cache_salt` narrows with whom the
-    prefix is shared. `num_cached_tokens` are the prompt tokens taken from the prefix cache the first time through.
-    Times are seconds on the scheduler's clock.
+    Make it with `Request.create`. `request_id` is internal and never reused. `cache_salt` narrows
+    with whom the prefix is shared. `num_cached_tokens` are the prompt tokens taken from the prefix
+    cache the first time through. Times are seconds on the scheduler's clock.
     """
 
     request_id: int
@@ -87,14 +88,14 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True while prompt positions must still be computed to be reported, so that hits can't serve them."""
+        """True while prompt positions are still to be reported: hits can't serve those."""
         return (
             self.sampling.params.prompt_logprobs is not None
             and self.num_prompt_logprobs < self.num_prompt_tokens - 1
         )
 
     def append_output(self, token_id: int, max_model_len: int) -> bool:
-        """Takes a drawn token (a stop token counts as output too); returns True if it ends the request."""
+        """Takes a drawn token (a stop token is output too); True if it ends the request."""
         self.token_ids.append(token_id)
         self.finish_reason, self.stop_reason = finish_rule(self, max_model_len)
         return self.finish_reason is not None
@@ -103,8 +104,8 @@ class Request:
 def finish_rule(request: Request, max_model_len: int) -> tuple[str | None, int | None]:
     """(finish reason, stop reason) after the last output token, or (None, None) to go on.
 
-    A stop token ends the answer once `min_tokens` have been made. The stop reason is the id that the user asked
-    to stop at, and None for the model's own end-of-sequence token.
+    A stop token ends the answer once `min_tokens` have been made. The stop reason is the id that
+    the user asked to stop at, and None for the model's own end-of-sequence token.
     """
     last = request.token_ids[-1]
     num_output = request.num_output_tokens

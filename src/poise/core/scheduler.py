@@ -1,7 +1,8 @@
-"""The one token-budget loop: computed tokens catch up with known tokens. There is no prefill and no decode phase.
+"""The one token-budget loop: computed tokens catch up with known ones, in no phases.
 
-Owns which requests wait and run, and in what order; does not know pages' content, text, arrays or how a step is
-computed. Invariant: at most one step is in flight, and the oldest admitted request advances in every step.
+Owns which requests wait and run, and in what order; does not know pages' content, text, arrays or
+how a step is computed. Invariant: at most one step is in flight, and the oldest admitted request
+advances in every step.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from poise.errors import InvalidRequestError
 class RequestUpdate:
     """What one step gave one request. `logprobs` go with `new_token_ids` where they were asked for.
 
-    `prompt_logprobs` are for the prompt positions that follow those delivered before. `finish_reason` is stop,
-    length or error; aborted requests get no update.
+    `prompt_logprobs` are for the prompt positions that follow those delivered before.
+    `finish_reason` is stop, length or error; aborted requests get no update.
     """
 
     request: Request
@@ -57,7 +58,7 @@ class SchedulerCounters:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot: gauges of now and totals so far. Pages that only hold cached content count as free."""
+    """A snapshot: gauges and totals. Pages that only hold cached content count as free."""
 
     num_running: int
     num_waiting: int
@@ -85,10 +86,10 @@ class _StepPlan:
 class Scheduler:
     """Requests in, steps out.
 
-    loop:  add / abort  ->  schedule()  ->  Executor.execute()  ->  update()   (or fail_step() if it raised)
+    loop:  add / abort  ->  schedule()  ->  Executor.execute()  ->  update(), or fail_step()
 
-    At most `max_num_seqs` requests run, and no more than a step has tokens, so that each running one gets at
-    least one token per step.
+    At most `max_num_seqs` requests run, and no more than a step has tokens, so that each running
+    one gets at least one token per step.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Scheduler:
         self._in_flight: SchedulerOutput | None = None
         self._counters = SchedulerCounters()
 
-    # --- requests come and go ------------------------------------------------------------------------------
+    # --- requests come and go ---------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError if it could never fit."""
@@ -143,14 +144,14 @@ class Scheduler:
         num_blocks = self._kv_cache.pool.num_blocks
         if need > num_blocks:
             raise InvalidRequestError(
-                f"{asked} need {need} KV blocks of {self._kv_cache.block_size} tokens, the whole cache has "
-                f"{num_blocks}; shorten the prompt, lower max_tokens or serve with a larger KV cache",
+                f"{asked} need {need} KV blocks of {self._kv_cache.block_size} tokens, the cache "
+                f"has {num_blocks}; shorten the prompt, lower max_tokens or enlarge the KV cache",
                 "max_tokens",
                 "context_length_exceeded",
             )
 
     def abort(self, request_ids: Iterable[int]) -> list[Request]:
-        """Ends requests in any state, also while a step is in flight; returns those that were unfinished."""
+        """Ends requests in any state, also while a step runs; returns those it ended."""
         aborted = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -174,7 +175,7 @@ class Scheduler:
         self._kv_cache.free(request)
 
     def _send_back(self, request: Request) -> None:
-        """To the front of the queue with its output, all KV to be recomputed (or found in the cache)."""
+        """To the front of the queue with its output; its KV will be found or recomputed."""
         self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -182,10 +183,10 @@ class Scheduler:
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
 
-    # --- building a step -----------------------------------------------------------------------------------
+    # --- building a step --------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. It has rows whenever a request is unfinished; one without rows need not be executed."""
+        """The next step; it has rows if any request is unfinished, else it may be dropped."""
         assert self._in_flight is None, "the last step has neither returned nor failed"
         plan = _StepPlan(self._max_num_batched_tokens, self._clock.now())
         self._schedule_running(plan)
@@ -252,8 +253,8 @@ class Scheduler:
 
     def _preempt_one(self, plan: _StepPlan) -> Request:
         """Frees a victim's pages, whatever the policy never those of
-        - a request that this step has granted tokens: others may have hit the blocks it is about to compute;
-        - the oldest admitted one: so it always advances (`add` made sure that the pool can hold it).
+        - a request that has rows in this step: others may have hit what it is about to compute;
+        - the oldest admitted one: it always advances (`add` made sure that it fits the pool).
         """
         candidates = [r for r in self._running[1:] if r.request_id not in plan.scheduled]
         assert candidates, "a lone request has too few pages"
@@ -305,7 +306,7 @@ class Scheduler:
         )
         plan.budget -= num_tokens
 
-    # --- taking a step's result ----------------------------------------------------------------------------
+    # --- taking a step's result -------------------------------------------------------------------
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         """Takes what the executor made of `output`; requests aborted meanwhile are skipped."""
@@ -327,7 +328,7 @@ class Scheduler:
         return updates
 
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
-        """The step raised: nothing of it counts. Its requests go back to the queue, to be computed anew.
+        """The step raised, nothing of it counts: its requests go back to the front of the queue.
 
         Returns them in order; which of them to abort is the engine's decision.
         """
@@ -389,7 +390,7 @@ class Scheduler:
         request.num_prompt_logprobs += len(fresh)
         return fresh
 
-    # --- what others may see -------------------------------------------------------------------------------
+    # --- what others may see ----------------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from poise.core.clock import ManualClock
 from poise.core.executors import InjectedFailureError, ScriptedExecutor, scripted_token
-from poise.core.kv_cache_manager import KVCacheManager
+from poise.core.kv_cache_manager import KVCacheManager, PrefixHit
 from poise.core.output import EngineSampling, KVGroupSpec, ModelRunnerOutput, SchedulerOutput
 from poise.core.policy import FCFS, Policy
 from poise.core.prefix_cache import PrefixCache
@@ -48,6 +48,15 @@ class Outcome:
     stop_reason: int | None = None
 
 
+class CappedScheduler(Scheduler):
+    """No request gets more than `cap` tokens per step, so that owners of blocks leave budget."""
+
+    cap = 1_000_000
+
+    def _next_tokens(self, request: Request, budget: int) -> tuple[PrefixHit | None, int]:
+        return super()._next_tokens(request, min(budget, self.cap))
+
+
 class Harness:
     """Adds, steps and aborts; checks every invariant after each operation."""
 
@@ -62,11 +71,12 @@ class Harness:
         max_model_len: int = 10_000,
         caching: bool = True,
         policy: Policy = FCFS,
+        cap: int = 1_000_000,
     ) -> None:
         self.clock = ManualClock()
         cache = prefix_cache(block_size, len(groups)) if caching else None
         self.kv_cache = KVCacheManager(groups, num_blocks, block_size, cache)
-        self.scheduler = Scheduler(
+        self.scheduler = CappedScheduler(
             self.kv_cache,
             self.clock,
             max_num_seqs=max_num_seqs,
@@ -74,6 +84,7 @@ class Harness:
             max_model_len=max_model_len,
             policy=policy,
         )
+        self.scheduler.cap = cap
         self.executor = ScriptedExecutor(groups, num_blocks, block_size, VOCAB_SIZE)
         self.outcomes: dict[int, Outcome] = {}
         self.num_added = 0

@@ -20,7 +20,7 @@ def make_request(
     return Request.create(request_id, tokens, sampling(**params), 1, 0.0, salt)
 
 
-# --- the pool ----------------------------------------------------------------------------------------------
+# --- the pool -------------------------------------------------------------------------------------
 
 
 def test_free_pages_go_out_least_recently_used_first_and_useless_ones_before_all() -> None:
@@ -55,7 +55,7 @@ def test_pool_invariants_notice_a_lost_and_an_unknown_reference() -> None:
         pool.release(1, keep_content=False)
 
 
-# --- block identity ----------------------------------------------------------------------------------------
+# --- block identity -------------------------------------------------------------------------------
 
 
 def hashes(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> list[bytes]:
@@ -114,7 +114,7 @@ def test_claims_belong_to_the_first_who_takes_them() -> None:
     assert claims.first_claimed_by_other([b"a", b"b", b"c"], 2) is None
 
 
-# --- the manager -------------------------------------------------------------------------------------------
+# --- the manager ----------------------------------------------------------------------------------
 
 
 class Pages:
@@ -226,6 +226,35 @@ def test_a_failed_step_leaves_nothing_in_the_cache() -> None:
     assert pages.manager.lookup(other) is None
 
 
+def test_a_block_in_progress_is_left_to_its_owner() -> None:
+    pages = Pages(FULL, num_blocks=32, block_size=4)
+    owner = make_request([1] * 20)
+    pages.compute(owner, 6)
+    twin, other = make_request([1] * 20, 1), make_request([1] * 4 + [2] * 9, 2)
+    for request, expected in [(twin, 0), (other, 9)]:
+        hit = pages.manager.lookup(request)
+        assert hit is not None
+        assert hit.end == 4
+        assert pages.manager.num_unclaimed_tokens(request, 4, request.num_tokens - 4) == expected
+    pages.compute(owner, 10)  # what is left, 16 … 19, holds the twin's last token: no hit there
+    assert pages.manager.num_unclaimed_tokens(twin, 16, 4) == 4
+    pages.free(owner)
+    assert pages.manager.num_unclaimed_tokens(twin, 4, 16) == 16
+
+
+def test_tokens_before_a_block_in_progress_can_be_computed() -> None:
+    pages = Pages(FULL, num_blocks=32, block_size=4)
+    first, second = make_request([1] * 6, 0), make_request([1] * 14, 1, prompt_logprobs=0)
+    pages.manager.lookup(first)
+    pages.compute(first, 2)  # owns block 0
+    pages.manager.lookup(second)
+    pages.compute(second, 2)  # ignores claims, and owns blocks 1 and 2
+    third = make_request([1] * 20, 2)
+    pages.manager.lookup(third)
+    pages.free(first)
+    assert pages.manager.num_unclaimed_tokens(third, 0, 20) == 4
+
+
 def test_pages_behind_a_window_become_null_and_free() -> None:
     pages = Pages((KVGroupSpec("sliding", 1, sliding_window=5),), num_blocks=16, block_size=2)
     request = make_request(list(range(20)))
@@ -260,7 +289,7 @@ def slow_hit(
     tokens: list[int],
     size: int,
 ) -> int:
-    """The slow twin of `lookup`: tries every length, longest first, over whole prefixes instead of hashes."""
+    """The slow twin of `lookup`: every length, longest first, over whole prefixes, no hashes."""
     for end in range((len(tokens) - 1) // size * size, 0, -size):
         if all(
             tuple(tokens[: (i + 1) * size]) in cached[g]

@@ -1,4 +1,4 @@
-"""The token-budget loop with the scripted executor: sharing, preemption, refusal, aborts, failures."""
+"""The token-budget loop: sharing, preemption, refusal, aborts, failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assert_answers(harness: Harness, requests: list[Request]) -> None:
         assert outcome.stop_reason == alone.stop_reason
 
 
-# --- the loop ----------------------------------------------------------------------------------------------
+# --- the loop -------------------------------------------------------------------------------------
 
 
 def test_decodes_and_a_chunk_of_a_long_prompt_share_a_step() -> None:
@@ -113,12 +113,13 @@ def test_a_stop_token_ends_the_answer_and_min_tokens_defers_it() -> None:
         assert len(outcome.token_ids) > request.sampling.params.min_tokens
 
 
-# --- sharing -----------------------------------------------------------------------------------------------
+# --- sharing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [16, 20, 23, 64, 500])
-def test_sixteen_simultaneous_cold_requests_compute_their_prefix_once(chunk: int) -> None:
-    harness = Harness(max_num_seqs=16, max_num_batched_tokens=chunk, num_blocks=200)
+@pytest.mark.parametrize("cap", [1, 4, 7, 1000])
+def test_sixteen_simultaneous_cold_requests_compute_their_prefix_once(chunk: int, cap: int) -> None:
+    harness = Harness(max_num_seqs=16, max_num_batched_tokens=chunk, num_blocks=200, cap=cap)
     prefix = [n % 50 for n in range(83)]  # 20 full blocks and 3 tokens
     requests = [harness.add([*prefix, 40 + i // 8, i], max_tokens=3, seed=i) for i in range(16)]
     harness.drain()
@@ -227,7 +228,7 @@ def test_prompt_logprobs_are_the_same_cold_and_warm() -> None:
     assert_answers(harness, [warm_up, *scored])
 
 
-# --- too little memory -------------------------------------------------------------------------------------
+# --- too little memory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups", [FULL, FULL_AND_SLIDING])
@@ -294,7 +295,7 @@ def test_what_can_never_fit_is_refused_and_the_next_one_works(
 
 
 def test_a_prompt_larger_than_the_pool_does_not_hold_up_short_ones() -> None:
-    """A pool of 1k tokens, a context of 4k, a prompt of 2k, then ten short ones (vLLM issue 39734)."""
+    """A pool of 1k tokens, a context of 4k, a prompt of 2k, then ten short (vLLM issue 39734)."""
     harness = Harness(num_blocks=64, block_size=16, max_num_batched_tokens=512, max_model_len=4096)
     with pytest.raises(InvalidRequestError, match="2000 prompt tokens"):
         harness.add([1] * 2000, max_tokens=16)
@@ -310,7 +311,7 @@ def test_a_tiny_pool_drains_a_crowd_of_long_requests() -> None:
     assert_answers(harness, requests)
 
 
-# --- aborts, failures, broken rows -------------------------------------------------------------------------
+# --- aborts, failures, broken rows ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["queued", "mid-chunk", "in flight", "decoding", "preempted"])

@@ -1,4 +1,4 @@
-"""Random operations on the scheduler: whatever happens, every answer is the one that its request gets alone."""
+"""Random operations on the scheduler: every answer is the one that its request gets alone."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 40),
         caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from([FCFS, OLDEST_GIVES_WAY]),
+        cap=st.sampled_from([1, 3, 8, 1000]),
     )
     def start(
         self,
@@ -37,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         caching: bool,
         policy: Policy,
+        cap: int,
     ) -> None:
         self.harness = Harness(
             groups=groups,
@@ -46,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             caching=caching,
             policy=policy,
+            cap=cap,
         )
         self.added: list[Request] = []
 
