@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "executor": {"core", "executor"} | NUMBERS | SETTINGS | FOUNDATION,
     "engine": {"core", "executor", "engine"} | NUMBERS | SETTINGS | FOUNDATION,
     "server": {"core", "engine", "server"} | SETTINGS | FOUNDATION,
-    "cli": {"core", "engine", "server", "cli", "optimisations", "weights", ""}
+    "cli": {"core", "engine", "executor", "server", "cli", "optimisations", "weights", ""}
     | SETTINGS
     | FOUNDATION,
 }

@@ -45,6 +45,8 @@ def command(settings: Settings, as_json: bool) -> None:
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """The facts `--json` prints; bytes are bytes, counts are counts."""
+    from poise.executor.kv_cache import kv_bytes_per_token
+
     config = checkpoint.config
     types: Counter[str] = Counter()
     parameters = 0
@@ -58,7 +60,6 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         for extent in tensor.shape:
             count *= extent
         parameters += count
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # K, V in bf16
     return {
         "name": checkpoint.name,
         "path": str(checkpoint.path),
@@ -77,7 +78,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "tensor_types": dict(types.most_common()),
         "weight_bytes": checkpoint.weight_bytes(),
-        "kv_bytes_per_token": kv_bytes,
+        "kv_bytes_per_token": kv_bytes_per_token(config),
         "tokenizer": _tokenizer_kind(checkpoint),
         "chat_template": checkpoint.tokenizer.chat_template is not None,
         "sha256": checkpoint.digest(),

@@ -19,6 +19,7 @@ import click
 from poise import __version__
 from poise.cli.local_engine import load_engine
 from poise.cli.options import model_argument, settings_options
+from poise.cli.sizes import binary_size
 from poise.config import (
     CacheConfig,
     ComputeConfig,
@@ -127,13 +128,16 @@ def url_of(bound: socket.socket) -> str:
 
 def start_lines(info: EngineInfo, settings: Settings, url: str) -> list[str]:
     """What a start prints: at most 12 lines, the last of which works when pasted."""
+    details = info.details
     chat = min(CHAT_TOKENS, info.max_model_len)
     num_chats = info.kv_capacity_tokens // chat
+    threads = int(details["threads"])
     lines = {
-        "model": info.model,
-        **info.details,
+        "model": f"{info.model}, {details['format']}, {binary_size(int(details['weight_bytes']))}",
         "context": f"{info.max_model_len:,} tokens",
-        "KV cache": f"{info.kv_capacity_tokens:,} tokens: {num_chats:,} chats of {chat:,}",
+        "KV cache": f"{binary_size(int(details['kv_bytes']))} ({details['kv_reason']})",
+        "": f"{info.kv_capacity_tokens:,} tokens: {num_chats:,} chats of {chat:,}",
+        "compute": f"{threads} thread{'s' if threads != 1 else ''}, {details['isa']}",
         "serving": f"{url}/v1",
     }
     return [f"{key:<12} {value}" for key, value in lines.items()] + [curl_line(info, settings, url)]

@@ -15,7 +15,15 @@ from poise.config import flag_names, flags, resolve
 from poise.engine.client import EngineInfo
 from poise.optimisations import OPTIMISATIONS
 
-INFO = EngineInfo("it's", 8192, 49152, 65_000, "fp", {"format": "GGUF Q4_1, 92.1 MiB"})
+DETAILS = {
+    "format": "GGUF Q4_1",
+    "weight_bytes": str(92 * 2**20),
+    "kv_bytes": str(2**30),
+    "kv_reason": "as asked",
+    "threads": "2",
+    "isa": "avx2",
+}
+INFO = EngineInfo("it's", 8192, 49152, 65_000, "fp", DETAILS)
 
 
 def test_at_most_twelve_lines_that_say_what_is_served() -> None:
@@ -24,7 +32,9 @@ def test_at_most_twelve_lines_that_say_what_is_served() -> None:
     text = "\n".join(lines)
     for fact in (
         "it's",
-        "GGUF Q4_1, 92.1 MiB",
+        "GGUF Q4_1, 92.0 MiB",
+        "1.00 GiB (as asked)",
+        "2 threads, avx2",
         "8,192",
         "65,000 tokens: 31 chats of 2,048",
         ":8000/v1",
@@ -33,7 +43,7 @@ def test_at_most_twelve_lines_that_say_what_is_served() -> None:
 
 
 def test_a_chat_is_never_longer_than_the_context() -> None:
-    info = EngineInfo("m", 100, 10, 1000, "fp")
+    info = EngineInfo("m", 100, 10, 1000, "fp", DETAILS)
     assert "1,000 tokens: 10 chats of 100" in "\n".join(start_lines(info, resolve({}, {}), "u"))
 
 
