@@ -51,11 +51,7 @@ def build_engine(
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
         loaded = load_executor(checkpoint, cache, scheduler, compute)
-        try:
-            return _assemble(source, cache, scheduler, checkpoint, loaded, tokenizer.result())
-        except BaseException:
-            loaded.close()
-            raise
+        return _assemble(source, cache, scheduler, checkpoint, loaded, tokenizer.result())
 
 
 def _assemble(
@@ -107,5 +103,4 @@ def _assemble(
         info=info,
         metrics=metrics,
         clock=clock,
-        on_close=loaded.close,
     )

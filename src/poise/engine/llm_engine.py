@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 from poise.core.clock import Clock
@@ -83,7 +82,7 @@ class _RequestState:
 
 
 class LLMEngine:
-    """Drives scheduler and executor. `on_close` frees what was loaded for them.
+    """Drives scheduler and executor.
 
     `failure` says why the engine is dead, None while it lives: after `MAX_CONSECUTIVE_FAILURES`
     failing steps in a row, or when the scheduler itself broke. The requests have then been told,
@@ -99,7 +98,6 @@ class LLMEngine:
         info: EngineInfo,
         metrics: EngineMetrics,
         clock: Clock,
-        on_close: Callable[[], None] | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -107,8 +105,7 @@ class LLMEngine:
         self.clock = clock
         self.failure: str | None = None
         self._scheduler = scheduler
-        self._executor = executor
-        self._on_close = on_close
+        self._executor: Executor | None = executor
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=info.vocab_size,
@@ -171,12 +168,10 @@ class LLMEngine:
         return bool(self._choices)
 
     def close(self) -> None:
-        """Frees the model. The engine can't be used afterwards."""
+        """Lets go of the model, whose memory is then free. The engine can't be used afterwards."""
         if self.failure is None:
             self.failure = "closed"
-        if self._on_close is not None:
-            self._on_close()
-            self._on_close = None
+        self._executor = None
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -206,6 +201,7 @@ class LLMEngine:
         return outputs
 
     def _run_step(self) -> None:
+        assert self._executor is not None, "the engine is closed"
         self.metrics.num_steps += 1
         try:
             scheduled = self._scheduler.schedule()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,11 +28,7 @@ class Loaded(SimpleNamespace):
             cache_identity=b"identity",
             fingerprint="0123456789ab",
             details={"format": "GGUF Q4_1"},
-            closed=False,
         )
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
@@ -75,8 +72,11 @@ def test_facts_come_from_what_was_loaded(build: Any) -> None:
     assert stages == ["finding some-model", "loading tiny (GGUF Q4_1)"]
     assert b'num_gpu_blocks="32"' in engine.metrics.render()
     assert len(run(engine, request(max_tokens=3, ignore_eos=True))[0][0].token_ids) == 3
+    executor = weakref.ref(build.loaded.executor)
+    del build.loaded
+    assert executor() is not None
     engine.close()
-    assert build.loaded.closed
+    assert executor() is None
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -87,11 +87,10 @@ def test_prefix_caching_follows_the_configuration(build: Any, enabled: bool) -> 
     assert (engine.metrics.prompt_tokens_cached > 0) == enabled
 
 
-def test_a_bad_tokenizer_unloads_the_model(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_tokenizer_is_the_error(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(data: object) -> None:
         raise ModelFileError("tokenizer.ggml.tokens is missing")
 
     monkeypatch.setattr(build, "Tokenizer", refuse)
     with pytest.raises(ModelFileError, match="tokens is missing"):
         build_tiny(build)
-    assert build.loaded.closed
