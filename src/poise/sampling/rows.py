@@ -43,22 +43,18 @@ _POSITION = _OFFSETS["position"]
 _OUTPUT_TOKENS = _OFFSETS["output_tokens"]
 _NUM_OUTPUT_TOKENS = _OFFSETS["num_output_tokens"]
 _NUM_BANNED = _OFFSETS["num_banned"]
+_TARGET = _OFFSETS["target"]
+_NUM_LOGPROBS = _OFFSETS["num_logprobs"]
 _pack_u64 = struct.Struct("=Q").pack_into
 _pack_u32 = struct.Struct("=I").pack_into
 
 
 class SamplingRows:
-    """Room for the rows of one step and for their results.
-
-    `record_bytes` and `result_bytes` are what the native side takes, `results` is what it wrote.
-    """
+    """Room for the rows of one step. `records` is what the native side takes; rows are written whole."""
 
     def __init__(self, capacity: int) -> None:
         self.records: Records = np.zeros(capacity, ROW_TYPE)
-        self.results: Records = np.zeros(capacity, RESULT_TYPE)
-        self.record_bytes: NDArray[np.uint8] = self.records.view(np.uint8)
-        self.result_bytes: NDArray[np.uint8] = self.results.view(np.uint8)
-        self._bytes = self.record_bytes.data
+        self._bytes = self.records.view(np.uint8).data
 
     def write(self, index: int, record: bytearray) -> None:
         """Makes `record` row `index`."""
@@ -159,21 +155,21 @@ class SamplingState:
 
 def fill_target(rows: SamplingRows, index: int, token_id: int, num_logprobs: int) -> None:
     """Makes row `index` report `token_id` (log-probability, rank, the best `num_logprobs`) instead of drawing."""
-    row = np.zeros(1, ROW_TYPE)
-    row["target"] = token_id
-    row["num_logprobs"] = num_logprobs
-    rows.write(index, bytearray(row.tobytes()))
+    record = bytearray(_ROW_BYTES)
+    _pack_u32(record, _TARGET, token_id)
+    _pack_u32(record, _NUM_LOGPROBS, num_logprobs)
+    rows.write(index, record)
 
 
-def drawn_tokens(rows: SamplingRows, count: int) -> list[int]:
-    """The token of each of the first `count` results; −1 for a broken row (the result's `status` says why)."""
-    tokens: list[int] = rows.results["token_id"][:count].tolist()
+def token_ids(results: Records) -> list[int]:
+    """The token of each result; −1 for a broken row (its `status` says why)."""
+    tokens: list[int] = results["token_id"].tolist()
     return tokens
 
 
-def token_logprobs(rows: SamplingRows, index: int) -> TokenLogprobs:
+def token_logprobs(results: Records, index: int) -> TokenLogprobs:
     """The log-probabilities of result `index`, whose row asked for them and is not broken."""
-    _, token_id, logprob, rank, num_top, ids, values = rows.results[index].item()
+    _, token_id, logprob, rank, num_top, ids, values = results[index].item()
     top = tuple(zip(ids[:num_top].tolist(), values[:num_top].tolist()))
     return TokenLogprobs(token_id, logprob, rank, top)
 

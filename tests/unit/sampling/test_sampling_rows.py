@@ -15,10 +15,13 @@ from poise.core.sampling_params import SamplingParams
 from poise.kernels.cpu import _native as native
 from poise.sampling import reference
 from poise.sampling.rows import (
+    NOT_FINITE,
+    RESULT_TYPE,
+    Records,
     SamplingRows,
     SamplingState,
-    drawn_tokens,
     fill_target,
+    token_ids,
     token_logprobs,
 )
 
@@ -44,16 +47,15 @@ def history_of(*output: int) -> NDArray[np.int32]:
     return history
 
 
-def run(rows: SamplingRows, logits: NDArray[np.float32] = LOGITS) -> SamplingRows:
-    data = native.sample_rows(logits, rows.record_bytes, ISAS[-1])
-    rows.result_bytes[:] = np.frombuffer(data, np.uint8)
-    return rows
+def run(rows: SamplingRows, logits: NDArray[np.float32] = LOGITS) -> Records:
+    data = native.sample_rows(logits, rows.records.view(np.uint8), ISAS[-1])
+    return np.frombuffer(data, RESULT_TYPE)
 
 
 def draw(state: SamplingState, *output: int, logits: NDArray[np.float32] = LOGITS) -> int:
     rows = SamplingRows(1)
     state.fill(rows, 0, history_of(*output), len(PROMPT) + len(output))
-    return drawn_tokens(run(rows, logits), 1)[0]
+    return token_ids(run(rows, logits))[0]
 
 
 def peaked(*best_first: int) -> NDArray[np.float32]:
@@ -114,7 +116,7 @@ def test_penalties_follow_the_history_as_it_grows_and_moves() -> None:
         if known == len(PROMPT) + 2:
             history = history.copy()
         state.fill(rows, 0, history, known)
-        drawn += drawn_tokens(run(rows, logits), 1)
+        drawn += token_ids(run(rows, logits))
         history[known] = drawn[-1]
     assert drawn == [1, 2, 1, 3]
 
@@ -167,13 +169,13 @@ def test_logprobs_are_reported_where_asked_for() -> None:
     states = [state_of(temperature=0.0, logprobs=count) for count in (None, 0, 2)]
     for index, state in enumerate(states):
         state.fill(rows, index, history_of(), len(PROMPT))
-    run(rows, np.repeat(peaked(10, 20), 3, axis=0))
-    assert drawn_tokens(rows, 3) == [10, 10, 10]
-    assert rows.results["rank"].tolist() == [0, 1, 1]
+    results = run(rows, np.repeat(peaked(10, 20), 3, axis=0))
+    assert token_ids(results) == [10, 10, 10]
+    assert results["rank"].tolist() == [0, 1, 1]
     total = math.log(VOCAB - 2 + math.e + math.e**2)
-    own = token_logprobs(rows, 1)
+    own = token_logprobs(results, 1)
     assert own == TokenLogprobs(10, pytest.approx(2 - total, abs=1e-6), 1)
-    full = token_logprobs(rows, 2)
+    full = token_logprobs(results, 2)
     assert full.top == (
         (10, own.logprob),
         (20, pytest.approx(1 - total, abs=1e-6)),
@@ -182,14 +184,19 @@ def test_logprobs_are_reported_where_asked_for() -> None:
     assert type(full.logprob) is type(full.top[0][1]) is float
 
 
-def test_a_target_row_scores_a_token_of_the_prompt() -> None:
-    rows = SamplingRows(2)
-    fill_target(rows, 0, 20, 1)
-    fill_target(rows, 1, 99, 0)
-    run(rows, np.repeat(peaked(10, 20), 2, axis=0))
-    first, last = token_logprobs(rows, 0), token_logprobs(rows, 1)
-    assert (first.token_id, first.rank, first.top[0][0], len(first.top)) == (20, 2, 10, 1)
-    assert (last.token_id, last.rank, last.top) == (99, 3, ())
+def test_target_rows_score_tokens_of_the_prompt() -> None:
+    rows = SamplingRows(4)
+    state = state_of(temperature=0.0, logit_bias={4: 100.0})
+    for index in range(4):
+        state.fill(rows, index, history_of(), len(PROMPT))
+    fill_target(rows, 1, 20, 1)
+    fill_target(rows, 2, 99, 1)
+    results = run(rows, np.repeat(peaked(10, 20), 4, axis=0))
+    first, last = token_logprobs(results, 1), token_logprobs(results, 2)
+    assert (first.token_id, first.rank, [token for token, _ in first.top]) == (20, 2, [10])
+    assert (last.token_id, last.rank, [token for token, _ in last.top]) == (99, 3, [10])
+    assert last.logprob < first.logprob < last.top[0][1]
+    assert token_ids(results) == [4, 20, 99, 4]
 
 
 def test_a_row_overwrites_what_was_there() -> None:
@@ -198,16 +205,17 @@ def test_a_row_overwrites_what_was_there() -> None:
         rows, 0, history_of(), len(PROMPT)
     )
     state_of(temperature=0.0).fill(rows, 0, history_of(), len(PROMPT))
-    run(rows, peaked(8))
-    assert drawn_tokens(rows, 1) == [8]
-    assert rows.results["num_top"][0] == 0
+    results = run(rows, peaked(8))
+    assert token_ids(results) == [8]
+    assert results["num_top"][0] == 0
 
 
 def test_broken_rows_draw_nothing() -> None:
     rows = SamplingRows(1)
     state_of().fill(rows, 0, history_of(), len(PROMPT))
-    run(rows, np.full((1, VOCAB), np.nan, np.float32))
-    assert drawn_tokens(rows, 1) == [-1]
+    results = run(rows, np.full((1, VOCAB), np.nan, np.float32))
+    assert token_ids(results) == [-1]
+    assert results["status"].tolist() == [NOT_FINITE]
 
 
 def test_a_history_of_the_wrong_type_is_refused() -> None:
