@@ -36,7 +36,7 @@ from poise.server.json_body import read_json_object
 from poise.server.parameters import DETOKENIZE_PARAMETERS, TOKENIZE_PARAMETERS, Parameter, sift
 from poise.server.protocol import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from poise.server.state import ServerState
-from poise.server.tokenizer_protocol import ChatEncoder, Tokenizer
+from poise.server.tokenizer_protocol import Tokenizer
 from poise.server.valid_request import (
     ValidRequest,
     check_model,
@@ -51,7 +51,6 @@ logger = logging.getLogger("poise.server")
 def create_app(
     client: EngineClient,
     tokenizer: Tokenizer,
-    chat: ChatEncoder,
     config: ServerConfig,
     registry: CollectorRegistry,
     *,
@@ -59,7 +58,7 @@ def create_app(
     heartbeat_seconds: float = 5.0,
 ) -> Starlette:
     """The ASGI application over an engine. `registry` is what /metrics shows; `app.state.server` is the ServerState."""
-    state = ServerState(client, tokenizer, chat, config, heartbeat_seconds)
+    state = ServerState(client, tokenizer, config, heartbeat_seconds)
     handlers = _Handlers(state, registry, version)
     app = Starlette(
         routes=[

@@ -15,7 +15,7 @@ from poise.engine.client import EngineInfo
 from poise.errors import InvalidRequestError
 from poise.server.fields import check_token_ids, wrong_type
 from poise.server.http_errors import shown
-from poise.server.tokenizer_protocol import ChatEncoder, Tokenizer
+from poise.server.tokenizer_protocol import Tokenizer
 
 INLINE_CHARACTERS = 8192  # longer texts are tokenised off the event loop
 
@@ -31,9 +31,8 @@ class Prompt:
 class PromptEncoder:
     """Encodes prompts for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatEncoder, info: EngineInfo) -> None:
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         self._tokenizer = tokenizer
-        self._chat = chat
         self._info = info
         self._longest_token: int | None = None
 
@@ -93,7 +92,7 @@ class PromptEncoder:
 
         def encode() -> list[int]:
             self._check_characters("messages", characters)
-            return self._chat.encode_chat(
+            return self._tokenizer.encode_chat(
                 checked,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -18,6 +18,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from poise.errors import ConfigError
+from poise.server.http_protocol import BoundedHttpProtocol
 from poise.server.state import ServerState
 
 logger = logging.getLogger("poise.server")
@@ -75,7 +76,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

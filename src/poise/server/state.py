@@ -14,7 +14,7 @@ from poise.server.http_errors import unavailable
 from poise.server.logprobs import TokenNames
 from poise.server.prompts import PromptEncoder
 from poise.server.request_log import RequestLog
-from poise.server.tokenizer_protocol import ChatEncoder, Tokenizer
+from poise.server.tokenizer_protocol import Tokenizer
 
 
 class ServerState:
@@ -24,7 +24,6 @@ class ServerState:
         self,
         client: EngineClient,
         tokenizer: Tokenizer,
-        chat: ChatEncoder,
         config: ServerConfig,
         heartbeat_seconds: float,
     ) -> None:
@@ -33,7 +32,7 @@ class ServerState:
         self.config = config
         self.heartbeat_seconds = heartbeat_seconds
         self.token_names = TokenNames(tokenizer)
-        self.prompts = PromptEncoder(tokenizer, chat, client.info)
+        self.prompts = PromptEncoder(tokenizer, client.info)
         self.request_log = RequestLog(config.log_format)
         self.draining = False
         self.num_answering = 0

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Text and chats to token ids, and back."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -22,10 +22,6 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int, /) -> str: ...
 
-
-class ChatEncoder(Protocol):
-    """Chat messages to token ids through the model's template; raises InvalidRequestError."""
-
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -33,4 +29,6 @@ class ChatEncoder(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Messages through the model's chat template; raises InvalidRequestError for what it refuses."""
+        ...

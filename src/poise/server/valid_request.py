@@ -19,6 +19,9 @@ from poise.server.prompts import Prompt, PromptEncoder
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 1024  # prompts times n
+MAX_LOGPROB_ENTRIES = (
+    2_000_000  # positions times entries each: some 250 MB while the answer is put together
+)
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_TOKENS = 2**31 - 1
 # A drawn seed stays below 2**53: JavaScript and jq keep such integers exactly, so that a seed read from an answer
@@ -201,6 +204,22 @@ def _chat_max_tokens(fields: Fields) -> int | None:
     return old if new is None else new
 
 
+def _check_logprob_entries(prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+    """Logprobs of long prompts, times their width, times hundreds of prompts would fill the memory."""
+    num_entries = 0
+    for prompt, asked in zip(prompts, params, strict=True):
+        if asked.prompt_logprobs is not None:
+            num_entries += len(prompt.token_ids) * (1 + asked.prompt_logprobs)
+        if asked.logprobs is not None:
+            num_entries += asked.n * (asked.max_tokens or 0) * (1 + asked.logprobs)
+    if num_entries > MAX_LOGPROB_ENTRIES:
+        raise InvalidRequestError(
+            f"The logprobs of this request may hold {num_entries} entries, at most {MAX_LOGPROB_ENTRIES} are "
+            "reported; ask for fewer prompts, choices, tokens or alternatives.",
+            "logprobs",
+        )
+
+
 def _sampling_params(
     fields: Fields,
     info: EngineInfo,
@@ -290,6 +309,7 @@ def _valid_request(
     logprobs: int | None,
     score_only: bool,
 ) -> ValidRequest:
+    _check_logprob_entries(prompts, params)
     stream = fields.boolean("stream", False)
     if "stream_options" in fields and not stream:
         raise InvalidRequestError("stream_options needs stream: true.", "stream_options")

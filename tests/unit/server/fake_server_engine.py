@@ -10,6 +10,7 @@ import asyncio
 import codecs
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ VOCAB_SIZE = 257
 
 
 class ByteTokenizer:
-    """Byte by byte; `<|end|>` is one token."""
+    """Byte by byte; `<|end|>` is one token. A chat has one line per message, `role: content`."""
 
     vocab_size = VOCAB_SIZE
     eos_token_ids = (END,)
@@ -65,10 +66,6 @@ class ByteTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("latin-1")
-
-
-class LineChat:
-    """One line per message: `role: content`."""
 
     def encode_chat(
         self,
@@ -196,7 +193,6 @@ def fake_app(engine: FakeEngine, *, heartbeat_seconds: float = 5.0, **config: An
     return create_app(
         engine,
         ByteTokenizer(),
-        LineChat(),
         ServerConfig(**config),
         prometheus_client.CollectorRegistry(),
         version="9.9.9",
@@ -233,6 +229,7 @@ def events(text: str) -> list[Any]:
 async def real_server(app: Starlette) -> AsyncIterator[str]:
     """uvicorn on a free port of the loopback, in this event loop; yields its URL."""
     bound = bind_socket("127.0.0.1", 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # a slow reader shows soon
     port = bound.getsockname()[1]
     started = asyncio.Event()
     server = Server(app, 0.0, started.set)

@@ -241,6 +241,16 @@ def test_what_can_not_fit_is_refused(engine: FakeEngine, body: Any, words: str) 
     assert not engine.requests
 
 
+def test_logprobs_that_would_fill_the_memory_are_refused() -> None:
+    engine = FakeEngine(max_model_len=9000)
+    body = {"prompt": ["a" * 8000] * 100, "max_tokens": 0, "echo": True, "logprobs": 20}
+    assert refusal(call(engine, "/v1/completions", body))["param"] == "logprobs"
+    body = {**CHAT, "n": 128, "logprobs": True, "top_logprobs": 20}
+    error = refusal(call(engine, "/v1/chat/completions", body))
+    assert "fewer prompts, choices" in error["message"]
+    assert not engine.requests
+
+
 def test_a_text_that_can_never_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
     error = refused({"prompt": "a" * 100_000})

@@ -95,7 +95,7 @@ def test_random_hang_ups_leave_nothing_behind() -> None:
 
 
 def test_a_slow_reader_holds_up_nobody_and_misses_nothing() -> None:
-    num_tokens = 20_000
+    num_tokens = 10_000
     engine = FakeEngine(max_model_len=30_000, kv_capacity_tokens=30_000)
     body = {"prompt": "a", "stream": True, "max_tokens": num_tokens, "return_token_ids": True}
 
@@ -250,3 +250,41 @@ def test_api_key_guards_everything_but_probes() -> None:
             assert wrong.json()["error"]["code"] == "invalid_api_key"
 
     over_socket(app, scenario)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nX: " + b"a" * 100_000, 431),
+        (b"GET /" + b"a" * 100_000, 431),
+        (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 20_000, 431),
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 200),
+    ],
+)
+def test_malformed_http(sent: bytes, status: int) -> None:
+    async def scenario(url: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(sent)
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
+    head, _, body = over_socket(fake_app(FakeEngine()), scenario).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert ("error" in json.loads(body)) == (status != 200)
+
+
+def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poise.server.http_protocol.HEAD_SECONDS", 0.05)
+
+    async def scenario(url: str) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+    over_socket(fake_app(FakeEngine()), scenario)

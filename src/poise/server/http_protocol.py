@@ -1,0 +1,71 @@
+"""uvicorn's HTTP protocol with bounds on a request's head: bytes and seconds.
+
+Knows nothing of what is asked. Invariant: a connection that never completes a head costs MAX_HEAD_BYTES and
+HEAD_SECONDS at most, and is told so in the error shape of every other refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from poise.server.http_errors import ErrorBody, encode_error
+
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 30.0
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Counts only while a head is incomplete; bodies have their own limit in `json_body`."""
+
+    _num_head_bytes = 0
+    _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._expect_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_head or self.transport.is_closing():
+            return
+        self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large", "The request's head is too large.")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", msg)
+
+    def _expect_head(self) -> None:
+        self._stop_timer()
+        self._in_head = True
+        self._num_head_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: bytes, message: str) -> None:
+        body = encode_error(ErrorBody(message, "invalid_request_error", None, "invalid_http"))
+        self.transport.write(
+            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b" % (status, len(body), body)
+        )
+        self.transport.close()
