@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.engine.detokenizer import create_detokenizer
@@ -11,6 +11,7 @@ from tiny_tokenizers import KINDS, tokenizer_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_deltas_join_to_decode(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = tokenizer_of(kind)
@@ -24,6 +25,7 @@ def test_deltas_join_to_decode(kind: str, data: st.DataObject, skip: bool) -> No
     assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=24))
 def test_broken_utf8_gives_the_same_replacements(data: bytes) -> None:
     tokenizer = tokenizer_of("byte level")

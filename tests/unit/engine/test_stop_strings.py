@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.engine.stop_strings import StopChecker, StopMatch
@@ -32,6 +32,7 @@ def run(parts: list[str], stops: list[str], include_stop: bool) -> tuple[str, st
 SHORT = st.text(alphabet="ab\u00e9", max_size=5)
 
 
+@settings(deadline=None)
 @given(
     parts=st.lists(SHORT, max_size=8),
     stops=st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=4), max_size=4),
@@ -43,6 +44,7 @@ def test_equals_a_naive_scan_for_any_split(
     assert run(parts, stops, include_stop) == naive("".join(parts), stops, include_stop)
 
 
+@settings(deadline=None)
 @given(
     parts=st.lists(SHORT, max_size=8),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -131,10 +131,12 @@ def test_continue_final_message_is_checked() -> None:
 
 # Control tokens in messages.
 
+# SentencePiece can't tell U+2581 from a space.
+CHARACTERS = st.characters(exclude_categories=("Cs",), exclude_characters="▁")
 PIECES = st.sampled_from(
     [*CONTROL_TOKENS, "<unk>", "<|im", "_start|>", "<", "|>", "<|", "\U00100000", " "]
 )
-CONTENTS = st.lists(PIECES | st.text(max_size=3), max_size=6).map("".join)
+CONTENTS = st.lists(PIECES | st.text(CHARACTERS, max_size=3), max_size=6).map("".join)
 HARMLESS = st.text(alphabet="helowrd .\n1日é", max_size=12)
 
 
@@ -145,6 +147,7 @@ def plain_render(messages: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(turns=st.lists(st.tuples(ROLES, CONTENTS), min_size=1, max_size=3))
 def test_only_the_template_writes_control_tokens(kind: str, turns: list[tuple[str, str]]) -> None:
     tokenizer = tokenizer_of(kind)
@@ -160,6 +163,7 @@ def test_only_the_template_writes_control_tokens(kind: str, turns: list[tuple[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(turns=st.lists(st.tuples(ROLES, HARMLESS), min_size=1, max_size=3))
 def test_harmless_chats_encode_as_their_text(kind: str, turns: list[tuple[str, str]]) -> None:
     tokenizer = tokenizer_of(kind)
@@ -168,6 +172,7 @@ def test_harmless_chats_encode_as_their_text(kind: str, turns: list[tuple[str, s
     assert tokenizer.encode_chat(messages) == expected
 
 
+@settings(deadline=None)
 @given(content=CONTENTS)
 def test_careful_encoding_agrees_with_the_plain_one(content: str) -> None:
     """Where nothing is to be told apart, cutting at control tokens changes no id."""
@@ -183,6 +188,7 @@ def test_careful_encoding_agrees_with_the_plain_one(content: str) -> None:
     assert spelled == expected
 
 
+@settings(deadline=None)
 @given(texts=st.lists(CONTENTS, max_size=4), glue=st.sampled_from(["", " ", "x", "_"]))
 def test_marked_texts_hold_no_control_token_however_joined(texts: list[str], glue: str) -> None:
     tokenizer = tokenizer_of("byte level")

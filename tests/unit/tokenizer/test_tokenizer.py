@@ -6,7 +6,7 @@ import json
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -22,11 +22,13 @@ from tiny_tokenizers import (
     tokenizer_of,
 )
 
+# SentencePiece can't tell U+2581 from a space.
+CHARACTERS = st.characters(exclude_categories=("Cs",), exclude_characters="▁")
 SPELLINGS = st.lists(
     st.sampled_from(
         [*CONTROL_TOKENS, "<unk>", "<think>", "<|im", "_start|>", "<", ">", " ", "hello"]
     )
-    | st.text(max_size=4),
+    | st.text(CHARACTERS, max_size=4),
     max_size=8,
 ).map("".join)
 
@@ -108,6 +110,7 @@ def test_control_tokens_are_parsed_only_on_demand(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(text=SPELLINGS)
 def test_plain_encoding_never_yields_control_tokens(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
