@@ -16,7 +16,7 @@ from poise.kernels.ops import KEY_BLOCK, SPLIT
 from poise.kernels.reference_containers import FloatWeights, IntegerWeights
 from poise.kernels.reference_math import F32, F64
 
-TILE_TERMS = 1 << 21  # float64 terms held at once
+TILE_TERMS = 1 << 17  # float64 terms held at once: they stay in the cache
 TILE_ROWS = 32
 
 State = tuple[
@@ -25,35 +25,41 @@ State = tuple[
 
 
 class IntegerMatrix:
-    """Levels less their zero point as float32 panels [groups, group, out] (exact), scales and minima [groups, out]."""
+    """Levels less their zero point as float32 panels [groups, group, out], scales and minima float64 [groups, 1, out]."""
 
     def __init__(self, weights: IntegerWeights) -> None:
         rows = len(weights.levels)
         centred = weights.levels.astype(np.float32) - np.float32(weights.zero)
         panels = centred.reshape(rows, -1, weights.group).transpose(1, 2, 0)
         self.panels: F32 = np.ascontiguousarray(panels)
-        self.scales: F32 = np.ascontiguousarray(weights.scales.T)
-        self.minima = None if weights.minima is None else np.ascontiguousarray(weights.minima.T)
+        self.scales = _per_group(weights.scales)
+        self.minima = None if weights.minima is None else _per_group(weights.minima)
 
+    @math.quiet
     def product(self, a: F32) -> F32:
         """a [rows, in] → [rows, out], through int8 activations."""
         groups, size, outputs = self.panels.shape
         q, d, sums = math.quantise(a)
-        offsets = math.multiply(d, sums).T  # d·S per activation group
         q = q.reshape(len(a), groups, size).transpose(1, 0, 2)
-        d = np.repeat(d, math.GROUP // size, axis=1).T
+        offsets = _per_group(math.multiply(d, sums)).swapaxes(1, 2)  # d·S, [groups, rows, 1]
+        d = np.repeat(d, math.GROUP // size, axis=1)
+        activation_scales = _per_group(d).swapaxes(1, 2)
         result = np.empty((len(a), outputs), np.float32)
         for rows, columns in _tiles(len(a), outputs, 2 * groups):
             # Partial sums are integers below 2^24, so the order inside matmul does not matter.
             integers = q[:, rows] @ self.panels[:, :, columns] + np.float32(0)
-            scales = math.multiply(self.scales[:, np.newaxis, columns], d[:, rows, np.newaxis])
-            terms = math.widen(integers) * math.widen(scales)
+            scales = math.narrow(self.scales[..., columns] * activation_scales[:, rows])
+            terms = integers.astype(np.float64) * scales.astype(np.float64)
             if self.minima is not None:
-                minima = math.widen(self.minima[:, np.newaxis, columns])
-                minima = minima * math.widen(offsets[:, rows, np.newaxis])
+                minima = self.minima[..., columns] * offsets[:, rows]
                 terms = np.stack([terms, minima], axis=1).reshape(-1, *terms.shape[1:])
             result[rows, columns] = math.accumulate(terms, np.zeros(terms.shape[1:], np.float32))
         return result
+
+
+def _per_group(values: F32) -> F64:
+    """[rows, groups] → [groups, 1, rows], as operands."""
+    return np.ascontiguousarray(math.widen(values).T[:, np.newaxis])
 
 
 class FloatMatrix:
