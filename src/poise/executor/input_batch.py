@@ -1,0 +1,157 @@
+"""The arrays of a step: rows, positions, block tables and sampling records, from what the scheduler sent.
+
+Holds per request its tokens, its block table and its sampling state between steps. Knows no model.
+Invariant: `tokens[:num_known]` are the request's known tokens, and arrays never move while a step runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from poise.core.output import NewRequest, ScheduledRequest, SchedulerOutput
+from poise.kernels.ops import Step
+from poise.sampling.rows import RESULT_TYPE, Records, SamplingRows, SamplingState, fill_target
+
+Int32s = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request as the executor holds it."""
+
+    tokens: Int32s
+    num_known: int
+    num_prompt: int
+    block_table: Int32s
+    num_blocks: int
+    sampling: SamplingState
+    wants_logprobs: bool
+    prompt_logprobs: int | None  # how many alternatives at each prompt position; None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRow:
+    """What one row of logits is for: drawing the next token, or scoring a prompt token."""
+
+    request_id: int
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step ready to run; `logit_rows[i]` tells what sampling record and result `i` are for."""
+
+    step: Step
+    logit_rows: list[LogitRow]
+    sampling: NDArray[np.uint8]
+    results: Records
+
+
+class InputBatch:
+    """Keeps request states and fills the arrays of each step."""
+
+    def __init__(
+        self, *, vocab_size: int, max_rows: int, max_num_seqs: int, max_model_len: int, block_size: int
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_blocks = -(-max_model_len // block_size)
+        self._states: dict[int, RequestState] = {}
+        self._token_ids = np.zeros(max_rows, np.int32)
+        self._positions = np.zeros(max_rows, np.int32)
+        self._counting = np.arange(max_model_len + 1, dtype=np.int32)
+        self._query_start = np.zeros(max_num_seqs + 1, np.int32)
+        self._block_tables = np.zeros((max_num_seqs, self._max_blocks), np.int32)
+        self._rows = SamplingRows(max_rows)
+        self._results: Records = np.zeros(max_rows, RESULT_TYPE)
+
+    def __getitem__(self, request_id: int) -> RequestState:
+        return self._states[request_id]
+
+    def build(self, output: SchedulerOutput) -> Batch:
+        """Applies the scheduler's changes and lays out the step's rows in its order."""
+        for request_id in output.removed_request_ids:
+            self._states.pop(request_id, None)
+        for new in output.new_requests:
+            self._states[new.request_id] = self._new_state(new)
+        row = 0
+        logit_rows: list[LogitRow] = []
+        logit_indices: list[int] = []
+        most_blocks = 1
+        for i, scheduled in enumerate(output.scheduled):
+            state = self._states[scheduled.request_id]
+            end = row + scheduled.num_tokens
+            last = scheduled.start + scheduled.num_tokens
+            self._token_ids[row:end] = state.tokens[scheduled.start : last]
+            self._positions[row:end] = self._counting[scheduled.start : last]
+            self._extend(state, scheduled)
+            self._block_tables[i, : state.num_blocks] = state.block_table[: state.num_blocks]
+            most_blocks = max(most_blocks, state.num_blocks)
+            if state.prompt_logprobs is not None:
+                for position in range(scheduled.start, min(last, state.num_prompt - 1)):
+                    fill_target(
+                        self._rows,
+                        len(logit_rows),
+                        int(state.tokens[position + 1]),
+                        state.prompt_logprobs,
+                    )
+                    logit_indices.append(row + position - scheduled.start)
+                    logit_rows.append(LogitRow(scheduled.request_id, False))
+            if scheduled.samples:
+                state.sampling.fill(self._rows, len(logit_rows), state.tokens, state.num_known)
+                logit_indices.append(end - 1)
+                logit_rows.append(LogitRow(scheduled.request_id, True))
+            row = end
+            self._query_start[i + 1] = row
+        count = len(output.scheduled)
+        step = Step(
+            token_ids=self._token_ids[:row],
+            positions=self._positions[:row],
+            query_start=self._query_start[: count + 1],
+            block_tables=np.ascontiguousarray(self._block_tables[:count, :most_blocks]),
+            logit_rows=np.array(logit_indices, dtype=np.int32),
+        )
+        return Batch(
+            step,
+            logit_rows,
+            self._rows.records[: len(logit_rows)].view(np.uint8),
+            self._results[: len(logit_rows)],
+        )
+
+    def append(self, request_id: int, token_id: int) -> None:
+        """Makes a drawn token known."""
+        state = self._states[request_id]
+        if state.num_known < len(state.tokens):
+            state.tokens[state.num_known] = token_id
+        state.num_known += 1
+
+    def _new_state(self, new: NewRequest) -> RequestState:
+        params = new.sampling.params
+        num_known = len(new.token_ids)
+        tokens = np.zeros(self._max_model_len + 1, np.int32)
+        tokens[:num_known] = new.token_ids
+        table = np.zeros(self._max_blocks, np.int32)
+        blocks = new.block_tables[0]
+        table[: len(blocks)] = blocks
+        return RequestState(
+            tokens=tokens,
+            num_known=num_known,
+            num_prompt=new.num_prompt_tokens,
+            block_table=table,
+            num_blocks=len(blocks),
+            sampling=SamplingState(new.sampling, self._vocab_size, new.num_prompt_tokens),
+            wants_logprobs=params.logprobs is not None,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def _extend(self, state: RequestState, scheduled: ScheduledRequest) -> None:
+        if not scheduled.new_block_ids:
+            return
+        blocks = scheduled.new_block_ids[0]
+        if blocks:
+            end = state.num_blocks + len(blocks)
+            state.block_table[state.num_blocks : end] = blocks
+            state.num_blocks = end

@@ -1,0 +1,72 @@
+"""How many KV pages there are: exact bytes from the model's shape, within what the machine allows.
+
+Knows shapes and budgets, not requests. One page holds `block_size` tokens of every layer of a KV group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poise.config import CacheConfig
+from poise.errors import ConfigError
+from poise.models.config import ModelConfig
+
+KV_BYTES = 2  # bf16
+SHARE_OF_MEMORY = 0.4  # of what cgroup and machine still allow, where no size was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class KVCachePlan:
+    """`num_blocks` pages of `page_bytes`, each of `block_size` tokens."""
+
+    block_size: int
+    num_blocks: int
+    page_bytes: int
+    reason: str
+
+    @property
+    def num_tokens(self) -> int:
+        return self.block_size * self.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return self.page_bytes * self.num_blocks
+
+
+def kv_bytes_per_token(config: ModelConfig) -> int:
+    """2 (K and V) · layers · KV heads · head_dim · bytes per value."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_BYTES
+
+
+def plan_kv_cache(
+    config: ModelConfig,
+    cache: CacheConfig,
+    max_num_seqs: int,
+    max_model_len: int,
+    available_bytes: int | None,
+) -> KVCachePlan:
+    """Sizes the pool: what was asked for, or the smaller of 40 % of `available_bytes` and what all sequences could use.
+
+    `available_bytes=None` (the system does not tell) leaves only the second. Raises ConfigError where not even one page fits.
+    """
+    page_bytes = kv_bytes_per_token(config) * cache.block_size
+    blocks_per_sequence = -(-max_model_len // cache.block_size)
+    usable = max_num_seqs * blocks_per_sequence
+    if cache.memory_bytes is not None:
+        num_blocks = cache.memory_bytes // page_bytes
+        reason = f"--kv-cache-memory-bytes {cache.memory_bytes}"
+    else:
+        num_blocks = usable
+        if available_bytes is not None:
+            num_blocks = min(usable, int(available_bytes * SHARE_OF_MEMORY) // page_bytes)
+        reason = (
+            f"{max_num_seqs} sequences of {max_model_len} tokens"
+            if num_blocks == usable
+            else f"{SHARE_OF_MEMORY:.0%} of the memory still available"
+        )
+    if num_blocks < 1:
+        asked = cache.memory_bytes if cache.memory_bytes is not None else available_bytes
+        raise ConfigError(
+            f"{asked} bytes of KV cache hold no page of {page_bytes} bytes; give --kv-cache-memory-bytes more"
+        )
+    return KVCachePlan(cache.block_size, num_blocks, page_bytes, reason)

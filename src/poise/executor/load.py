@@ -1,0 +1,103 @@
+"""From an opened checkpoint to an executor that can run steps: pages sized, weights packed, plan recorded.
+
+Knows every room below it once, here, and is called once per model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from poise.config import CacheConfig, ComputeConfig, SchedulerConfig
+from poise.core.output import Executor, KVGroupSpec
+from poise.errors import ConfigError
+from poise.executor.input_batch import InputBatch
+from poise.executor.kv_cache import KVCachePlan, plan_kv_cache
+from poise.executor.model_runner import ModelRunner
+from poise.kernels.cpu.backend import CPUBackend
+from poise.kernels.ops import KVShape
+from poise.machine import available_memory_bytes, default_threads
+from poise.models.families import family
+from poise.models.weights import Source
+from poise.weights.checkpoint import Checkpoint
+
+NUMERICS_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedExecutor:
+    """An executor and the facts that scheduler, front ends and fingerprints need of it."""
+
+    executor: Executor
+    kv_groups: list[KVGroupSpec]
+    kv_cache: KVCachePlan
+    max_model_len: int
+    vocab_size: int
+    fingerprint: str  # 12 hex digits: equal fingerprint, equal bytes
+    cache_identity: bytes
+    details: dict[str, str]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv_cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.kv_cache.block_size
+
+
+def load_executor(
+    checkpoint: Checkpoint, cache: CacheConfig, scheduler: SchedulerConfig, compute: ComputeConfig
+) -> LoadedExecutor:
+    """Builds the CPU executor of a checkpoint.
+
+    Raises ConfigError for limits that can't be met, ModelFileError for a file that can't be run.
+    """
+    config = checkpoint.config
+    max_model_len = scheduler.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}, the model was made for {config.max_position_embeddings}"
+        )
+    record = family(config.architecture)
+    kv_cache = plan_kv_cache(
+        config, cache, scheduler.max_num_seqs, max_model_len, available_memory_bytes()
+    )
+    shape = KVShape(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        cache.block_size,
+        kv_cache.num_blocks,
+    )
+    threads = compute.threads or default_threads()
+    backend = CPUBackend(shape, max_rows=scheduler.max_num_batched_tokens, threads=threads)
+    record(backend, config, Source(backend, checkpoint))
+    batch = InputBatch(
+        vocab_size=config.vocab_size,
+        max_rows=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+    )
+    identity = f"{checkpoint.digest()}|activations=auto|kv=bf16|numerics={NUMERICS_VERSION}".encode()
+    return LoadedExecutor(
+        executor=ModelRunner(backend, batch),
+        kv_groups=[KVGroupSpec("full", config.num_layers)],
+        kv_cache=kv_cache,
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        fingerprint=hashlib.sha256(identity).hexdigest()[:12],
+        cache_identity=identity,
+        details={
+            "isa": backend.variant,
+            "threads": str(threads),
+            "format": checkpoint.format,
+            "weight_bytes": str(checkpoint.weight_bytes()),
+            "packed_bytes": str(backend.arena.used_bytes),
+            "kv_dtype": "bf16",
+            "kv_bytes": str(kv_cache.num_bytes),
+            "kv_tokens": str(kv_cache.num_tokens),
+            "kv_reason": kv_cache.reason,
+        },
+    )

@@ -1,0 +1,141 @@
+"""Records a model into a native plan: the `Ops` of the CPU.
+
+A value is the index of a float32 buffer; buffers are shared by role and width, since a layer's outputs die with the
+layer. Invariant: recording changes nothing but the plan; `run` replays it for any batch up to `max_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from poise.kernels.cpu import isa, native
+from poise.kernels.ops import LOGIT_TILE, KVShape, RopeTable, Step
+from poise.weights.checkpoint import RawTensor
+from poise.weights.dequantize import dequantize
+
+
+class CPUBackend:
+    """`Ops` over one native plan, with its pool, weight arena and KV pages."""
+
+    def __init__(
+        self,
+        kv: KVShape,
+        *,
+        max_rows: int,
+        threads: int,
+        variant: str | None = None,
+        pool: object | None = None,
+    ) -> None:
+        self.variant = variant or isa()
+        self.pool = pool or native.Pool(threads)
+        self.arena = native.Arena()
+        self.pages = native.Pages(
+            kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.num_blocks
+        )
+        self.plan = native.Plan(self.pool, self.variant, max_rows, LOGIT_TILE, self.pages)
+        self._buffers: dict[tuple[str, int], int] = {}
+        self._heads: dict[int, tuple[int, int]] = {}  # by q buffer
+        self._frequencies: dict[int, tuple[RopeTable, object]] = {}
+
+    def _buffer(self, role: str, width: int) -> int:
+        key = (role, width)
+        if key not in self._buffers:
+            self._buffers[key] = self.plan.buffer(width)
+        return self._buffers[key]
+
+    def matrix(self, tensor: RawTensor) -> object:
+        """Packs a matrix on all workers. Raises ValueError where the type has no container."""
+        return native.pack(
+            self.pool, self.arena, tensor.type, tensor.data, tensor.shape[1], tensor.row_order
+        )
+
+    def vector(self, tensor: RawTensor) -> object:
+        return self._vector(dequantize(tensor).reshape(-1))
+
+    def _vector(self, values: NDArray[np.float32]) -> object:
+        return native.vector(self.arena, np.ascontiguousarray(values, dtype=np.float32))
+
+    def embed(self, table: object) -> int:
+        x = self._buffer("x", table.cols)  # type: ignore[attr-defined]
+        self.plan.embed(table, x)
+        return x
+
+    def norm_linear(
+        self,
+        x: int,
+        norm: object,
+        eps: float,
+        weights: Sequence[object],
+        biases: Sequence[object] | None = None,
+    ) -> int:
+        out = self._buffer("linear", sum(w.rows for w in weights))  # type: ignore[attr-defined]
+        self.plan.norm_linear(x, norm, eps, list(weights), list(biases or ()), out)
+        return out
+
+    def rope_kv_write(
+        self,
+        qkv: int,
+        rope: RopeTable,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: object | None = None,
+        k_norm: object | None = None,
+        eps: float = 0.0,
+    ) -> int:
+        if id(rope) not in self._frequencies:
+            self._frequencies[id(rope)] = (rope, self._vector(rope.inverse_frequencies))
+        frequencies = self._frequencies[id(rope)][1]
+        out = self._buffer("q", num_heads * head_dim // 2)  # bf16, two to a float
+        self._heads[out] = (num_heads, head_dim)
+        scale = float(np.float32(float(head_dim) ** -0.5))
+        self.plan.rope_kv_write(
+            qkv, frequencies, layer, num_heads, q_norm, k_norm, eps, scale, out
+        )
+        return out
+
+    def attention(self, q: int, layer: int) -> int:
+        num_heads, head_dim = self._heads[q]
+        out = self._buffer("attention", num_heads * head_dim)
+        self.plan.attention(q, layer, num_heads, out)
+        return out
+
+    def linear_residual(self, a: int, weight: object, x: int) -> int:
+        self.plan.linear_residual(a, weight, x)
+        return x
+
+    def gated_mlp(
+        self, x: int, norm: object, eps: float, gate: object, up: object, down: object
+    ) -> int:
+        hidden = self._buffer("hidden", gate.rows)  # type: ignore[attr-defined]
+        self.plan.gated_mlp(x, norm, eps, gate, up, down, hidden)
+        return x
+
+    def logits(self, x: int, norm: object, eps: float, output: object) -> None:
+        self.plan.logits(x, norm, eps, output)
+
+    def run(
+        self,
+        step: Step,
+        sampling: NDArray[np.uint8] | None = None,
+        results: NDArray[np.uint8] | None = None,
+        logits: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Replays the plan. `sampling`, `results`: bytes of one record per logit row; `logits`: float32 [rows, vocabulary] to fill.
+
+        Raises ValueError for a token, position or block out of range.
+        """
+        self.plan.run(
+            step.token_ids,
+            step.positions,
+            step.query_start,
+            step.block_tables,
+            step.logit_rows,
+            sampling,
+            results,
+            logits,
+        )

@@ -1,0 +1,302 @@
+// Causal attention over pages: blocks of 64 keys and splits of 256 positions, both at absolute positions, so that a row's bits
+// depend neither on the chunk it came in nor on who computes which split. A unit is one query row × one head of the KV head's
+// group; all units of an item share each load of K and V.
+#include "bytes.h"
+#include "elementary.h"
+#include "kernels.h"
+
+namespace poise {
+namespace POISE_NS {
+
+namespace {
+
+constexpr int BLOCK = 64, SPLIT = 256, TILE = 16;
+#if defined(POISE_AVX512)
+constexpr int MICRO = 6;  // units whose sums are held in registers: 6 × 4 of 32 registers
+#else
+constexpr int MICRO = 2;
+#endif
+
+// s[u][0…63] = q_u · K over head_dim/2 pairs, ascending.
+template <int U, bool HW> void scores(const uint32_t* const* q, const uint16_t* const keys[4], int pairs, float* s) {
+    F32 acc[U][4];
+    for (int u = 0; u < U; u++)
+        for (int t = 0; t < 4; t++) acc[u][t] = zero();
+    for (int k = 0; k < pairs; k++) {
+        Pairs w[4];
+        for (int t = 0; t < 4; t++) w[t] = load_pairs(keys[t] + (size_t)k * 32);
+        for (int u = 0; u < U; u++)
+            for (int t = 0; t < 4; t++) acc[u][t] = dot_bf16<HW>(acc[u][t], w[t], q[u] + k);
+    }
+    for (int u = 0; u < U; u++)
+        for (int t = 0; t < 4; t++) store(s + u * BLOCK + t * 16, acc[u][t]);
+}
+
+// acc_u = acc_u · c_u (or +0 at the first block), then += p_u · V over 32 token pairs, for WIDTH × 16 columns.
+template <int U, int WIDTH, bool HW>
+void values(const uint32_t* const* p, const uint16_t* const v[4], int head_dim, int column, const float* c, const bool* first,
+            float* const* acc_rows) {
+    F32 acc[U][WIDTH];
+    for (int u = 0; u < U; u++)
+        for (int t = 0; t < WIDTH; t++) {
+            if (first[u]) acc[u][t] = zero();
+            else acc[u][t] = load(acc_rows[u] + column + t * 16) * set1(c[u]);
+        }
+    for (int tile = 0; tile < 4; tile++)
+        for (int k = 0; k < 8; k++) {
+            const uint16_t* row = v[tile] + ((size_t)k * head_dim + column) * 2;
+            Pairs w[WIDTH];
+            for (int t = 0; t < WIDTH; t++) w[t] = load_pairs(row + t * 32);
+            for (int u = 0; u < U; u++)
+                for (int t = 0; t < WIDTH; t++) acc[u][t] = dot_bf16<HW>(acc[u][t], w[t], p[u] + tile * 8 + k);
+        }
+    for (int u = 0; u < U; u++)
+        for (int t = 0; t < WIDTH; t++) store(acc_rows[u] + column + t * 16, acc[u][t]);
+}
+
+template <int U, bool HW>
+void values_all(const uint32_t* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
+    int column = 0;
+    for (; column + 64 <= head_dim; column += 64) values<U, 4, HW>(p, v, head_dim, column, c, first, acc);
+    for (; column < head_dim; column += 16) values<U, 1, HW>(p, v, head_dim, column, c, first, acc);
+}
+
+template <bool HW> void scores_of(int count, const uint32_t* const* q, const uint16_t* const keys[4], int pairs, float* s) {
+    switch (count) {
+        case 1: return scores<1, HW>(q, keys, pairs, s);
+        case 2: return scores<2, HW>(q, keys, pairs, s);
+#if defined(POISE_AVX512)
+        case 3: return scores<3, HW>(q, keys, pairs, s);
+        case 4: return scores<4, HW>(q, keys, pairs, s);
+        case 5: return scores<5, HW>(q, keys, pairs, s);
+        default: return scores<6, HW>(q, keys, pairs, s);
+#endif
+    }
+}
+
+template <bool HW>
+void values_of(int count, const uint32_t* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
+    switch (count) {
+        case 1: return values_all<1, HW>(p, v, head_dim, c, first, acc);
+        case 2: return values_all<2, HW>(p, v, head_dim, c, first, acc);
+#if defined(POISE_AVX512)
+        case 3: return values_all<3, HW>(p, v, head_dim, c, first, acc);
+        case 4: return values_all<4, HW>(p, v, head_dim, c, first, acc);
+        case 5: return values_all<5, HW>(p, v, head_dim, c, first, acc);
+        default: return values_all<6, HW>(p, v, head_dim, c, first, acc);
+#endif
+    }
+}
+
+// State of the units of an item: m and l [unit], acc [unit][head_dim].
+struct State {
+    float *m, *l, *acc;
+};
+
+State carve(float* memory, int head_dim) { return {memory, memory + MAX_UNITS, memory + 2 * MAX_UNITS}; }
+
+void exp16(const float* x, float* out, int n) { store_partial(out, exp(load_partial(x, n, 0.0f)), n); }
+
+// total = total folded with split (both started): docs/NUMERICS.md, Attention.
+void fold(float& M, float& L, float* A, float m, float l, const float* a, int head_dim) {
+    const float top = m > M ? m : M;
+    float e[2] = {m - top, M - top};
+    exp16(e, e, 2);
+    const F32 em = set1(e[0]), eM = set1(e[1]);
+    for (int k = 0; k < head_dim; k += 16) store(A + k, fma(load(a + k), em, load(A + k) * eM));
+    L = lane0(fma(set1(l), em, set1(L) * eM));
+    M = top;
+}
+
+void finish(const float* acc, float l, int head_dim, float* out) {
+    const F32 divisor = set1(l);
+    // Adding +0 makes the sign of a zero independent of how many masked keys were skipped.
+    for (int k = 0; k < head_dim; k += 16) store(out + k, load(acc + k) / divisor + zero());
+}
+
+template <bool HW> void run_item(const AttentionParams& params, const AttentionItem& item, float* scratch) {
+    const KVLayout& kv = *params.kv;
+    const int d = kv.head_dim, group = params.num_heads / kv.num_kv_heads, units = item.num_rows * group;
+    const size_t state_floats = 2 * MAX_UNITS + (size_t)MAX_UNITS * d;
+    State total = carve(scratch, d), split = carve(scratch + state_floats, d);
+    float* s = scratch + 2 * state_floats;                       // [MICRO][64]
+    uint16_t* probabilities = (uint16_t*)(s + 6 * BLOCK);        // [MICRO][64] bf16
+    uint16_t* zero_tile = probabilities + 6 * BLOCK;             // [16 · d]
+    uint16_t* masked_tile = zero_tile + TILE * d;                // V of the last tile, masked at the end of the sequence
+    memset(zero_tile, 0, sizeof(uint16_t) * TILE * d);
+    const int tiles_per_page = kv.block_size / TILE;
+    const int last = item.position + item.num_rows - 1;
+
+    for (int i = 0; i < item.num_splits; i++) {
+        const int split_start = (item.first_split + i) * SPLIT;
+        for (int start = split_start; start < split_start + SPLIT && start <= last; start += BLOCK) {
+            const uint16_t *keys[4], *vals[4];
+            for (int t = 0; t < 4; t++) {
+                const int token = start + t * TILE;
+                if (token >= item.kv_length) {
+                    keys[t] = vals[t] = zero_tile;
+                    continue;
+                }
+                const int tile = token / TILE, block = item.block_table[tile / tiles_per_page], inside = tile % tiles_per_page;
+                keys[t] = kv.keys(block, params.layer, item.kv_head) + (size_t)inside * TILE * d;
+                vals[t] = kv.values(block, params.layer, item.kv_head) + (size_t)inside * TILE * d;
+                const int valid = item.kv_length - token;
+                if (valid < TILE) {  // a recycled page may hold anything behind the end
+                    const size_t full = (size_t)(valid / 2) * d * 2;
+                    memcpy(masked_tile, vals[t], full * 2);
+                    memset(masked_tile + full, 0, (TILE * (size_t)d - full) * 2);
+                    if (valid % 2)
+                        for (int k = 0; k < d; k++) masked_tile[full + k * 2] = vals[t][full + k * 2];
+                    vals[t] = masked_tile;
+                }
+            }
+            // Units whose row sees this block: rows are in position order, so these are the last ones.
+            const int first_row = start > item.position ? start - item.position : 0;
+            for (int u0 = first_row * group; u0 < units; u0 += MICRO) {
+                const int count = units - u0 < MICRO ? units - u0 : MICRO;
+                const uint32_t *q[MICRO], *p[MICRO];
+                float* acc[MICRO];
+                float correction[16] = {}, maxima[MICRO];
+                bool first[MICRO];
+                for (int i2 = 0; i2 < count; i2++) {
+                    const int u = u0 + i2, row = item.row + u / group, head = item.kv_head * group + u % group;
+                    q[i2] = (const uint32_t*)(params.q + ((size_t)row * params.num_heads + head) * d);
+                    p[i2] = (const uint32_t*)(probabilities + i2 * BLOCK);
+                    acc[i2] = split.acc + (size_t)u * d;
+                    first[i2] = start == split_start;
+                }
+                scores_of<HW>(count, q, keys, d / 2, s);
+                for (int i2 = 0; i2 < count; i2++) {
+                    const int u = u0 + i2, visible = item.position + u / group - start + 1;
+                    float* row = s + i2 * BLOCK;
+                    if (visible < BLOCK) {
+                        for (int t = 0; t < 4; t++) {
+                            const int n = visible - t * 16;
+                            const Mask m = mask_from_bits(n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0);
+                            store(row + t * 16, select(m, load(row + t * 16), set1(-__builtin_inff())));
+                        }
+                    }
+                    const F32 a = maximum(load(row), load(row + 16)), b = maximum(load(row + 32), load(row + 48));
+                    const float top = fold_max(maximum(a, b));
+                    maxima[i2] = first[i2] ? top : top > split.m[u] ? top : split.m[u];
+                    correction[i2] = first[i2] ? 0.0f : split.m[u] - maxima[i2];
+                }
+                exp16(correction, correction, count);
+                for (int i2 = 0; i2 < count; i2++) {
+                    const int u = u0 + i2, visible = item.position + u / group - start + 1;
+                    const float* row = s + i2 * BLOCK;
+                    F32 lane = zero();
+                    for (int t = 0; t < 4; t++) {
+                        F32 e = exp(load(row + t * 16) - set1(maxima[i2]));
+                        if (visible < BLOCK) {
+                            const int n = visible - t * 16;
+                            e = select(mask_from_bits(n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0), e, zero());
+                        }
+                        lane = lane + e;
+                        store_low_u16((uint16_t*)p[i2] + t * 16, to_bf16(e));
+                    }
+                    const float sum = fold_sum(lane);
+                    split.l[u] = first[i2] ? sum : lane0(fma(set1(split.l[u]), set1(correction[i2]), set1(sum)));
+                    split.m[u] = maxima[i2];
+                }
+                values_of<HW>(count, p, vals, d, correction, first, acc);
+            }
+        }
+        if (item.partial) {
+            float* out = item.partial + (size_t)i * units * (d + 2);
+            for (int u = 0; u < units; u++) {
+                out[u * (d + 2)] = split.m[u];
+                out[u * (d + 2) + 1] = split.l[u];
+                memcpy(out + u * (d + 2) + 2, split.acc + (size_t)u * d, sizeof(float) * d);
+            }
+            continue;
+        }
+        for (int u = 0; u < units; u++) {
+            if (item.position + u / group < split_start) continue;  // this row sees nothing of the split
+            if (i == 0) {
+                total.m[u] = split.m[u];
+                total.l[u] = split.l[u];
+                memcpy(total.acc + (size_t)u * d, split.acc + (size_t)u * d, sizeof(float) * d);
+            } else {
+                fold(total.m[u], total.l[u], total.acc + (size_t)u * d, split.m[u], split.l[u], split.acc + (size_t)u * d, d);
+            }
+        }
+    }
+    if (item.partial) return;
+    for (int u = 0; u < units; u++) {
+        const int row = item.row + u / group, head = item.kv_head * group + u % group;
+        finish(total.acc + (size_t)u * d, total.l[u], d, params.out + ((size_t)row * params.num_heads + head) * d);
+    }
+}
+
+}  // namespace
+
+void attend(const AttentionParams& params, const AttentionItem& item, float* scratch) {
+    if (use_dot_bf16) run_item<true>(params, item, scratch);
+    else run_item<false>(params, item, scratch);
+}
+
+// Folds the splits that several items of one tile left behind, ascending.
+void fold_partials(const AttentionParams& params, const AttentionItem* items, int num_items) {
+    const int d = params.kv->head_dim, group = params.num_heads / params.kv->num_kv_heads, units = items[0].num_rows * group;
+    for (int u = 0; u < units; u++) {
+        const int position = items[0].position + u / group;
+        float *total = nullptr, M = 0, L = 0;
+        for (int i = 0; i < num_items; i++) {
+            for (int j = 0; j < items[i].num_splits; j++) {
+                if (position < (items[i].first_split + j) * SPLIT) continue;
+                float* part = items[i].partial + ((size_t)j * units + u) * (d + 2);
+                if (!total) {
+                    total = part + 2;
+                    M = part[0];
+                    L = part[1];
+                } else {
+                    fold(M, L, total, part[0], part[1], part + 2, d);
+                }
+            }
+        }
+        const int row = items[0].row + u / group, head = items[0].kv_head * group + u % group;
+        finish(total, L, d, params.out + ((size_t)row * params.num_heads + head) * d);
+    }
+}
+
+namespace {
+
+// Compares vdpbf16ps with the two-fma form on pseudo-random lanes; bits must agree for the instruction to be used.
+bool check_dot_bf16() {
+#if defined(POISE_AVX512)
+    uint64_t state = 0x9e3779b97f4a7c15ull;
+    const auto next = [&]() -> uint32_t {
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        const uint32_t r = (uint32_t)(state >> 32);
+        // Exponents near each other, so that sums really round.
+        return (r & 0x807f807fu) | (((120 + ((r >> 8) & 15)) << 7) | ((120 + ((r >> 24) & 15)) << 23));
+    };
+    alignas(64) uint32_t w[16], a[1];
+    for (int round = 0; round < 2000; round++) {
+        for (int j = 0; j < 16; j++) w[j] = next();
+        a[0] = next();
+        alignas(64) float acc[16], x[16], y[16];
+        for (int j = 0; j < 16; j++) {
+            const uint32_t u = next();
+            memcpy(acc + j, &u, 4);
+        }
+        store(x, dot_bf16<true>(load(acc), load_pairs((const uint16_t*)w), a));
+        store(y, dot_bf16<false>(load(acc), load_pairs((const uint16_t*)w), a));
+        if (memcmp(x, y, 64)) return false;
+    }
+    return true;
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+
+bool dot_bf16_is_exact() {
+    use_dot_bf16 = check_dot_bf16();
+    return use_dot_bf16;
+}
+
+}  // namespace POISE_NS
+}  // namespace poise

@@ -1,0 +1,91 @@
+// What a variant offers: one table of functions per instruction set. Plain C++, shared by all variants.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "containers.h"
+#include "sampling.h"
+
+namespace poise {
+
+// Geometry of the pages (see attention.cpp): page → layer → K of all heads, then V of all heads.
+// K of a head: tiles of 16 tokens [head_dim/2][16][2] bf16; V of a head: [block_size/2][head_dim][2] bf16.
+struct KVLayout {
+    uint8_t* base;
+    size_t page_bytes;
+    int num_layers, num_kv_heads, head_dim, block_size;
+    size_t layer_bytes() const { return (size_t)num_kv_heads * block_size * head_dim * 4; }
+    uint16_t* keys(int block, int layer, int head) const {
+        return (uint16_t*)(base + (size_t)block * page_bytes + layer * layer_bytes()) + (size_t)head * block_size * head_dim;
+    }
+    uint16_t* values(int block, int layer, int head) const { return keys(block, layer, num_kv_heads + head); }
+};
+
+struct RopeParams {
+    int num_heads, num_kv_heads, head_dim, num_pairs;  // 2 · num_pairs rotary dimensions
+    const float* angles;                               // [row][num_pairs] (cos, sin)
+    const float* q_norm;                               // [head_dim] or null
+    const float* k_norm;
+    float eps;
+    float q_scale;
+};
+
+// Attention of `num_rows` consecutive rows of one sequence, from absolute `position`, for one KV head.
+struct AttentionItem {
+    const int32_t* block_table;
+    int kv_length;      // tokens of the sequence whose KV is written
+    int row, num_rows;  // rows of the step
+    int position;       // absolute position of the first row
+    int kv_head;
+    int first_split, num_splits;
+    float* partial;     // null: write the result; else the state (m, l, acc) of each unit, to be folded later
+};
+
+struct AttentionParams {
+    const KVLayout* kv;
+    int layer, num_heads;
+    const uint16_t* q;  // [row][num_heads][head_dim] bf16
+    float* out;         // [row][num_heads · head_dim]
+};
+
+struct KernelTable {
+    const char* name;
+    int max_tile;  // rows of a full tile
+    // Product of one panel with one tile of prepared rows: out[height][16].
+    void (*gemm)(const Matrix& matrix, int panel, const uint8_t* tile, int height, float* out);
+    // Prepares row `index` of a tile of `height` rows; `x` null: a row of padding.
+    void (*prepare_row)(Form form, const float* x, int cols, uint8_t* tile, int height, int index);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+    void (*dequantize_row)(const Matrix& matrix, int row, float* out);
+    void (*silu_mul)(const float* gate, const float* up, float* out);  // 16 elements
+    void (*rope_angles)(int32_t position, const float* inverse_frequencies, int num_pairs, float* out);
+    // One head of one row: norm, rope, rounding. kind 0 q (to out), 1 k, 2 v (to the page slot).
+    void (*rope_head)(const RopeParams& rope, int kind, const float* x, int row, uint16_t* out, int slot_in_block);
+    void (*attend)(const AttentionParams& params, const AttentionItem& item, float* scratch);
+    void (*fold_partials)(const AttentionParams& params, const AttentionItem* items, int num_items);
+    SampleRowFn sample_row;
+    bool (*dot_bf16_is_exact)();
+    int attention_rows;  // units (row × head of the group) that an attention item may hold
+};
+
+size_t attention_scratch_floats(int head_dim);
+
+enum class Isa { BASELINE, AVX2, AVX512 };
+const KernelTable* kernel_table(Isa isa);  // null where not built or the CPU lacks it
+
+namespace baseline { const KernelTable& table(); }
+namespace avx2 { const KernelTable& table(); }
+namespace avx512 { const KernelTable& table(); }
+
+constexpr int MAX_TILE = 16;
+constexpr int MAX_UNITS = 48;
+
+// Height of the tile that starts where `rows` rows are left: a full tile, or the smallest of 1, 2, 4, 8, 16 that holds them.
+inline int tile_height(int rows, int max_tile) {
+    if (rows >= max_tile) return max_tile;
+    int h = 1;
+    while (h < rows) h *= 2;
+    return h;
+}
+
+}  // namespace poise

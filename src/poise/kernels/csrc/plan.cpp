@@ -1,0 +1,400 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace poise {
+namespace {
+
+constexpr int SPLIT = 256;
+constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the panels keeps in cache
+
+struct Range {
+    int begin, end;
+};
+
+Range share(int count, int worker, int workers) {
+    return {(int)((int64_t)count * worker / workers), (int)((int64_t)count * (worker + 1) / workers)};
+}
+
+}  // namespace
+
+size_t attention_scratch_floats(int head_dim) {
+    const size_t state = 2 * MAX_UNITS + (size_t)MAX_UNITS * head_dim;
+    return 2 * state + 6 * 64 + (6 * 64 + 32 * (size_t)head_dim) / 2 + 16;
+}
+
+Plan::Plan(std::shared_ptr<Pool> pool, const KernelTable* kernels, int max_rows, int logit_tile, KVLayout kv, int num_blocks)
+    : pool_(std::move(pool)), kernels_(kernels), max_rows_(max_rows), logit_tile_(logit_tile), num_blocks_(num_blocks), kv_(kv) {}
+
+int Plan::buffer(int width) {
+    auto* data = (float*)arena_.allocate(sizeof(float) * (size_t)(max_rows_ + MAX_TILE) * width);
+    buffers_.push_back({data, width});
+    widest_ = std::max(widest_, width);
+    return (int)buffers_.size() - 1;
+}
+
+void Plan::reserve(const Matrix& weight) {
+    const Form form = FORMATS[weight.format].form;
+    prepared_row_[form] = std::max(prepared_row_[form], prepared_row_bytes(form, weight.cols));
+    widest_ = std::max(widest_, weight.cols);
+    ready_ = false;
+}
+
+void Plan::embed(const Matrix& table, int out) {
+    Operation op{Kind::EMBED};
+    op.out = out;
+    op.weights = {table};
+    operations_.push_back(op);
+}
+
+void Plan::norm_linear(int in, const float* norm, float eps, std::vector<Matrix> weights, std::vector<const float*> biases, int out) {
+    Operation op{Kind::NORM_LINEAR};
+    op.in = in;
+    op.out = out;
+    op.norm = norm;
+    op.eps = eps;
+    for (const auto& w : weights) reserve(w);
+    op.weights = std::move(weights);
+    op.biases = std::move(biases);
+    operations_.push_back(op);
+}
+
+void Plan::rope_kv_write(int qkv, const float* inverse_frequencies, int num_pairs, int layer, int num_heads, const float* q_norm, const float* k_norm,
+                         float eps, float q_scale, int out) {
+    Operation op{Kind::ROPE_KV_WRITE};
+    op.in = qkv;
+    op.out = out;
+    op.layer = layer;
+    op.num_heads = num_heads;
+    op.q_norm = q_norm;
+    op.k_norm = k_norm;
+    op.eps = eps;
+    op.q_scale = q_scale;
+    for (size_t i = 0; i < ropes_.size(); i++)
+        if (ropes_[i].inverse_frequencies == inverse_frequencies) op.rope = (int)i;
+    if (op.rope < 0) {
+        op.rope = (int)ropes_.size();
+        ropes_.push_back({inverse_frequencies, num_pairs, (float*)arena_.allocate(sizeof(float) * (size_t)max_rows_ * 2 * num_pairs)});
+    }
+    operations_.push_back(op);
+}
+
+void Plan::attention(int q, int layer, int num_heads, int out) {
+    if (num_heads_ && num_heads_ != num_heads) throw std::invalid_argument("all layers of a plan share one number of heads");
+    num_heads_ = num_heads;
+    Operation op{Kind::ATTENTION};
+    op.in = q;
+    op.out = out;
+    op.layer = layer;
+    op.num_heads = num_heads;
+    op.counter = num_counters_++;
+    operations_.push_back(op);
+    ready_ = false;
+}
+
+void Plan::linear_residual(int in, const Matrix& weight, int x) {
+    Operation op{Kind::LINEAR_RESIDUAL};
+    op.in = in;
+    op.out = x;
+    reserve(weight);
+    op.weights = {weight};
+    operations_.push_back(op);
+}
+
+void Plan::gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden) {
+    Operation op{Kind::GATED_MLP};
+    op.in = op.out = x;
+    op.hidden = hidden;
+    op.norm = norm;
+    op.eps = eps;
+    for (const auto* w : {&gate, &up, &down}) reserve(*w);
+    op.weights = {gate, up};
+    op.down = {down};
+    operations_.push_back(op);
+}
+
+void Plan::logits(int x, const float* norm, float eps, const Matrix& output) {
+    Operation op{Kind::LOGITS};
+    op.in = x;
+    op.norm = norm;
+    op.eps = eps;
+    reserve(output);
+    op.weights = {output};
+    vocabulary_ = output.rows;
+    operations_.push_back(op);
+}
+
+void Plan::check(const StepArrays& step) const {
+    const auto fail = [](const std::string& what, int64_t value) { throw std::invalid_argument(what + " " + std::to_string(value) + " is out of range"); };
+    if (step.num_rows < 1 || step.num_rows > max_rows_) fail("row count", step.num_rows);
+    if (step.num_sequences < 1 || step.query_start[0] != 0 || step.query_start[step.num_sequences] != step.num_rows)
+        fail("sequence count", step.num_sequences);
+    for (const auto& op : operations_)
+        if (op.kind == Kind::EMBED)
+            for (int r = 0; r < step.num_rows; r++)
+                if (step.token_ids[r] < 0 || step.token_ids[r] >= op.weights[0].rows) fail("token id", step.token_ids[r]);
+    for (int s = 0; s < step.num_sequences; s++) {
+        const int begin = step.query_start[s], end = step.query_start[s + 1];
+        if (begin >= end) fail("rows of sequence", s);
+        for (int r = begin; r < end; r++)
+            if (step.positions[r] < 0 || step.positions[r] != step.positions[begin] + r - begin) fail("position", step.positions[r]);
+        if (!num_heads_) continue;
+        const int blocks = step.positions[end - 1] / kv_.block_size + 1;
+        if (blocks > step.table_stride) fail("block table length", step.table_stride);
+        for (int b = 0; b < blocks; b++) {
+            const int block = step.block_tables[(size_t)s * step.table_stride + b];
+            if (block < 0 || block >= num_blocks_) fail("block id", block);
+        }
+    }
+    for (int i = 0; i < step.num_logit_rows; i++)
+        if (step.logit_rows[i] < 0 || step.logit_rows[i] >= step.num_rows) fail("logit row", step.logit_rows[i]);
+}
+
+// Cuts the step's attention into items: tiles of rows × KV heads; where these are too few for the workers, splits go to
+// separate items and are folded afterwards.
+void Plan::plan_attention(const StepArrays& step) {
+    items_.clear();
+    folds_.clear();
+    if (!num_heads_) return;
+    const int group = num_heads_ / kv_.num_kv_heads, rows_per_tile = std::max(1, MAX_UNITS / group);
+    int tiles = 0;
+    for (int s = 0; s < step.num_sequences; s++)
+        tiles += (step.query_start[s + 1] - step.query_start[s] + rows_per_tile - 1) / rows_per_tile * kv_.num_kv_heads;
+    const int pieces = pool_->size() > 1 && tiles < 4 * pool_->size() ? (4 * pool_->size() + tiles - 1) / tiles : 1;
+    size_t partial_floats = 0;
+    for (int s = 0; s < step.num_sequences; s++) {
+        const int begin = step.query_start[s], end = step.query_start[s + 1];
+        for (int row = begin; row < end; row += rows_per_tile) {
+            const int rows = std::min(rows_per_tile, end - row), position = step.positions[row];
+            const int splits = (position + rows - 1) / SPLIT + 1, per_item = (splits + pieces - 1) / pieces;
+            for (int head = 0; head < kv_.num_kv_heads; head++) {
+                const int first = (int)items_.size();
+                for (int split = 0; split < splits; split += per_item) {
+                    const int count = std::min(per_item, splits - split);
+                    items_.push_back({step.block_tables + (size_t)s * step.table_stride, step.positions[end - 1] + 1, row, rows, position, head, split, count, nullptr});
+                }
+                const int count = (int)items_.size() - first;
+                if (count > 1) {
+                    folds_.push_back({first, count});
+                    partial_floats += (size_t)splits * rows * group * (kv_.head_dim + 2);
+                }
+            }
+        }
+    }
+    if (partials_.size() < partial_floats) partials_.resize(partial_floats);
+    float* next = partials_.data();
+    for (const auto& [first, count] : folds_)
+        for (int i = first; i < first + count; i++) {
+            items_[i].partial = next;
+            next += (size_t)items_[i].num_splits * items_[i].num_rows * group * (kv_.head_dim + 2);
+        }
+}
+
+void Plan::run(const StepArrays& step) {
+    check(step);
+    if (!ready_) {
+        for (int form = 0; form < NUM_FORMS; form++)
+            if (prepared_row_[form]) prepared_[form] = arena_.allocate(prepared_row_[form] * (max_rows_ + MAX_TILE));
+        workers_.clear();
+        for (int i = 0; i < pool_->size(); i++)
+            workers_.push_back({(float*)arena_.allocate(sizeof(float) * (widest_ + 64)),
+                                (float*)arena_.allocate(sizeof(float) * attention_scratch_floats(kv_.head_dim)),
+                                vocabulary_ ? arena_.allocate(sampling_scratch_bytes(vocabulary_)) : nullptr});
+        if (vocabulary_) logits_ = (float*)arena_.allocate(sizeof(float) * (size_t)logit_tile_ * (vocabulary_ + 16));
+        counters_ = std::make_unique<std::atomic<int>[]>(std::max(1, num_counters_));
+        ready_ = true;
+    }
+    step_ = step;
+    for (int i = 0; i < num_counters_; i++) counters_[i].store(0, std::memory_order_relaxed);
+    plan_attention(step);
+    auto task = [this](int worker) { work(worker); };
+    pool_->run(task);
+}
+
+void Plan::work(int worker) {
+    if (!ropes_.empty()) {
+        const Range rows = share(step_.num_rows, worker, pool_->size());
+        for (const auto& rope : ropes_)
+            for (int r = rows.begin; r < rows.end; r++)
+                kernels_->rope_angles(step_.positions[r], rope.inverse_frequencies, rope.num_pairs, rope.angles + (size_t)r * 2 * rope.num_pairs);
+        pool_->barrier();
+    }
+    for (const auto& op : operations_) {
+        run_operation(op, worker);
+        pool_->barrier();
+    }
+}
+
+// Norms (where there is one) and prepares rows in every form that the weights need. `rows` null: all rows in order.
+void Plan::prepare(const float* in, int in_width, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, int worker) {
+    const int cols = weights[0].cols, full = kernels_->max_tile;
+    bool wanted[NUM_FORMS] = {};
+    for (const auto& w : weights) wanted[FORMATS[w.format].form] = true;
+    const Range mine = share(num_rows, worker, pool_->size());
+    for (int r = mine.begin; r < mine.end; r++) {
+        const int begin = r / full * full, height = tile_height(num_rows - begin, full);
+        const float* x = in + (size_t)(rows ? rows[r] : r) * in_width;
+        if (norm) {
+            kernels_->rms_norm(x, norm, eps, cols, workers_[worker].row);
+            x = workers_[worker].row;
+        }
+        for (int f = 0; f < NUM_FORMS; f++) {
+            if (!wanted[f]) continue;
+            uint8_t* tile = prepared_[f] + (size_t)begin * prepared_row_bytes((Form)f, cols);
+            kernels_->prepare_row((Form)f, x, cols, tile, height, r - begin);
+            if (r == num_rows - 1)
+                for (int i = num_rows - begin; i < height; i++) kernels_->prepare_row((Form)f, nullptr, cols, tile, height, i);
+        }
+    }
+}
+
+void Plan::multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, int worker) {
+    int total = 0;
+    for (const auto& w : weights) total += w.panels;
+    const Range mine = share(total, worker, pool_->size());
+    const int full = kernels_->max_tile;
+    alignas(64) float acc[MAX_TILE * 16];
+    int base = 0, column = 0;
+    for (size_t i = 0; i < weights.size(); i++) {
+        const Matrix& w = weights[i];
+        const Form form = FORMATS[w.format].form;
+        const size_t row_bytes = prepared_row_bytes(form, w.cols);
+        const int chunk = std::max(1, (int)(CHUNK_BYTES / (row_bytes * full))) * full;
+        const int first = std::max(mine.begin - base, 0), last = std::min(mine.end - base, w.panels);
+        for (int chunk_begin = 0; chunk_begin < num_rows; chunk_begin += chunk) {
+            const int chunk_end = std::min(num_rows, chunk_begin + chunk);
+            for (int p = first; p < last; p++) {
+                const int n = std::min(16, w.rows - p * 16);
+                const float* bias = biases.empty() || !biases[i] ? nullptr : biases[i] + p * 16;
+                for (int begin = chunk_begin; begin < chunk_end; begin += full) {
+                    const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
+                    kernels_->gemm(w, p, prepared_[form] + (size_t)begin * row_bytes, height, acc);
+                    for (int m = 0; m < used; m++) {
+                        float* y = out + (size_t)(begin + m) * out_width + column + p * 16;
+                        const float* a = acc + m * 16;
+                        if (mode == Store::ADD)
+                            for (int j = 0; j < n; j++) y[j] += a[j];
+                        else if (bias)
+                            for (int j = 0; j < n; j++) y[j] = a[j] + bias[j];
+                        else if (n == 16)
+                            std::memcpy(y, a, 64);
+                        else
+                            std::memcpy(y, a, sizeof(float) * n);
+                    }
+                }
+            }
+        }
+        base += w.panels;
+        column += w.rows;
+    }
+}
+
+void Plan::gate_up(const Matrix& gate, const Matrix& up, int num_rows, float* out, int worker) {
+    const Range mine = share(gate.panels, worker, pool_->size());
+    const int full = kernels_->max_tile;
+    const Form gate_form = FORMATS[gate.format].form, up_form = FORMATS[up.format].form;
+    const size_t gate_row = prepared_row_bytes(gate_form, gate.cols), up_row = prepared_row_bytes(up_form, up.cols);
+    const int chunk = std::max(1, (int)(CHUNK_BYTES / (gate_row * full))) * full;
+    alignas(64) float g[MAX_TILE * 16], u[MAX_TILE * 16], h[16];
+    for (int chunk_begin = 0; chunk_begin < num_rows; chunk_begin += chunk) {
+        const int chunk_end = std::min(num_rows, chunk_begin + chunk);
+        for (int p = mine.begin; p < mine.end; p++) {
+            const int n = std::min(16, gate.rows - p * 16);
+            for (int begin = chunk_begin; begin < chunk_end; begin += full) {
+                const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
+                kernels_->gemm(gate, p, prepared_[gate_form] + begin * gate_row, height, g);
+                kernels_->gemm(up, p, prepared_[up_form] + begin * up_row, height, u);
+                for (int m = 0; m < used; m++) {
+                    kernels_->silu_mul(g + m * 16, u + m * 16, h);
+                    std::memcpy(out + (size_t)(begin + m) * gate.rows + p * 16, h, sizeof(float) * n);
+                }
+            }
+        }
+    }
+}
+
+void Plan::attend(const Operation& op, int worker) {
+    const AttentionParams params{&kv_, op.layer, op.num_heads, (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data};
+    std::atomic<int>& next = counters_[op.counter];
+    const int count = (int)items_.size();
+    // From the end: a sequence's last tiles see the most keys.
+    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) kernels_->attend(params, items_[count - 1 - i], workers_[worker].attention);
+    if (folds_.empty()) return;
+    pool_->barrier();
+    for (size_t i = worker; i < folds_.size(); i += pool_->size()) kernels_->fold_partials(params, items_.data() + folds_[i].first, folds_[i].second);
+}
+
+void Plan::run_operation(const Operation& op, int worker) {
+    const int rows = step_.num_rows, workers = pool_->size();
+    switch (op.kind) {
+        case Kind::EMBED: {
+            const Range mine = share(rows, worker, workers);
+            for (int r = mine.begin; r < mine.end; r++)
+                kernels_->dequantize_row(op.weights[0], step_.token_ids[r], buffers_[op.out].data + (size_t)r * buffers_[op.out].width);
+            return;
+        }
+        case Kind::NORM_LINEAR:
+            prepare(buffers_[op.in].data, buffers_[op.in].width, op.norm, op.eps, op.weights, rows, nullptr, worker);
+            pool_->barrier();
+            return multiply(op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, worker);
+        case Kind::ROPE_KV_WRITE: {
+            const int kv_heads = kv_.num_kv_heads, d = kv_.head_dim, heads = op.num_heads + 2 * kv_heads;
+            const Rope& table = ropes_[op.rope];
+            const RopeParams rope{op.num_heads, kv_heads, d, table.num_pairs, table.angles, op.q_norm, op.k_norm, op.eps, op.q_scale};
+            const Range mine = share(rows * heads, worker, workers);
+            auto* q = (uint16_t*)buffers_[op.out].data;
+            int sequence = 0;
+            for (int i = mine.begin; i < mine.end; i++) {
+                const int r = i / heads, h = i % heads;
+                while (r >= step_.query_start[sequence + 1]) sequence++;
+                const int kind = h < op.num_heads ? 0 : h < op.num_heads + kv_heads ? 1 : 2;
+                const int head = kind == 0 ? h : (h - op.num_heads) % kv_heads;
+                const float* x = buffers_[op.in].data + (size_t)r * buffers_[op.in].width + (size_t)h * d;
+                if (kind == 0) {
+                    kernels_->rope_head(rope, 0, x, r, q + ((size_t)r * op.num_heads + head) * d, 0);
+                    continue;
+                }
+                const int position = step_.positions[r], block = step_.block_tables[(size_t)sequence * step_.table_stride + position / kv_.block_size];
+                uint16_t* to = kind == 1 ? kv_.keys(block, op.layer, head) : kv_.values(block, op.layer, head);
+                kernels_->rope_head(rope, kind, x, r, to, position % kv_.block_size);
+            }
+            return;
+        }
+        case Kind::ATTENTION: return attend(op, worker);
+        case Kind::LINEAR_RESIDUAL:
+            prepare(buffers_[op.in].data, buffers_[op.in].width, nullptr, 0, op.weights, rows, nullptr, worker);
+            pool_->barrier();
+            return multiply(op.weights, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, worker);
+        case Kind::GATED_MLP: {
+            prepare(buffers_[op.in].data, buffers_[op.in].width, op.norm, op.eps, op.weights, rows, nullptr, worker);
+            pool_->barrier();
+            gate_up(op.weights[0], op.weights[1], rows, buffers_[op.hidden].data, worker);
+            pool_->barrier();
+            prepare(buffers_[op.hidden].data, buffers_[op.hidden].width, nullptr, 0, op.down, rows, nullptr, worker);
+            pool_->barrier();
+            return multiply(op.down, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, worker);
+        }
+        case Kind::LOGITS: {
+            const Matrix& w = op.weights[0];
+            for (int begin = 0; begin < step_.num_logit_rows; begin += logit_tile_) {
+                const int n = std::min(logit_tile_, step_.num_logit_rows - begin);
+                prepare(buffers_[op.in].data, buffers_[op.in].width, op.norm, op.eps, op.weights, n, step_.logit_rows + begin, worker);
+                pool_->barrier();
+                multiply(op.weights, {}, n, Store::WRITE, logits_, w.rows, worker);
+                pool_->barrier();
+                for (int i = worker; i < n; i += workers) {
+                    const float* row = logits_ + (size_t)i * w.rows;
+                    if (step_.logits) std::memcpy(step_.logits + (size_t)(begin + i) * w.rows, row, sizeof(float) * w.rows);
+                    if (step_.sampling) kernels_->sample_row(row, w.rows, step_.sampling[begin + i], step_.results[begin + i], workers_[worker].sampling);
+                }
+                pool_->barrier();
+            }
+            return;
+        }
+    }
+}
+
+}  // namespace poise

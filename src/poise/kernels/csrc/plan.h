@@ -1,0 +1,108 @@
+// A model recorded as a flat list of operations, replayed by all workers once per step. Row count, positions and block tables
+// come from the step, so one plan serves every batch.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+#include "pool.h"
+
+namespace poise {
+
+struct PackedMatrix {
+    std::shared_ptr<Arena> arena;  // owns the bytes
+    Matrix matrix;
+};
+
+struct StepArrays {
+    const int32_t *token_ids, *positions, *query_start, *block_tables, *logit_rows;
+    int num_rows, num_sequences, table_stride, num_logit_rows;
+    const SamplingRow* sampling;  // [num_logit_rows] or null: only the logits are wanted
+    SamplingResult* results;
+    float* logits;  // [num_logit_rows][vocabulary] or null
+};
+
+class Plan {
+  public:
+    Plan(std::shared_ptr<Pool> pool, const KernelTable* kernels, int max_rows, int logit_tile, KVLayout kv, int num_blocks);
+
+    // Recording. Buffers are float32 [max_rows][width], named by index.
+    int buffer(int width);
+    float* buffer_data(int index) { return buffers_[index].data; }
+    int buffer_width(int index) const { return buffers_[index].width; }
+    void embed(const Matrix& table, int out);
+    void norm_linear(int in, const float* norm, float eps, std::vector<Matrix> weights, std::vector<const float*> biases, int out);
+    void rope_kv_write(int qkv, const float* inverse_frequencies, int num_pairs, int layer, int num_heads, const float* q_norm, const float* k_norm,
+                       float eps, float q_scale, int out);
+    void attention(int q, int layer, int num_heads, int out);
+    void linear_residual(int in, const Matrix& weight, int x);
+    void gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden);
+    void logits(int x, const float* norm, float eps, const Matrix& output);
+
+    // Replays the plan. Throws std::invalid_argument for a token, position or block out of range.
+    void run(const StepArrays& step);
+
+    int vocabulary() const { return vocabulary_; }
+
+  private:
+    enum class Kind { EMBED, NORM_LINEAR, ROPE_KV_WRITE, ATTENTION, LINEAR_RESIDUAL, GATED_MLP, LOGITS };
+    struct Operation {
+        Kind kind;
+        int in = -1, out = -1, hidden = -1, layer = 0, num_heads = 0, rope = -1, counter = -1;
+        const float *norm = nullptr, *q_norm = nullptr, *k_norm = nullptr;
+        float eps = 0, q_scale = 0;
+        std::vector<Matrix> weights;
+        std::vector<Matrix> down;  // of a gated MLP
+        std::vector<const float*> biases;
+    };
+    struct Buffer {
+        float* data;
+        int width;
+    };
+    struct Rope {
+        const float* inverse_frequencies;
+        int num_pairs;
+        float* angles;  // [max_rows][2 · num_pairs]
+    };
+    struct Worker {
+        float* row;        // one activation row
+        float* attention;  // scratch of an attention item
+        void* sampling;
+    };
+    enum class Store { WRITE, ADD };
+
+    void check(const StepArrays& step) const;
+    void plan_attention(const StepArrays& step);
+    void work(int worker);
+    void run_operation(const Operation& op, int worker);
+    void prepare(const float* in, int in_width, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, int worker);
+    void multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, int worker);
+    void gate_up(const Matrix& gate, const Matrix& up, int num_rows, float* out, int worker);
+    void attend(const Operation& op, int worker);
+    void reserve(const Matrix& weight);
+
+    std::shared_ptr<Pool> pool_;
+    const KernelTable* kernels_;
+    const int max_rows_, logit_tile_, num_blocks_;
+    KVLayout kv_;
+    Arena arena_;
+    std::vector<Operation> operations_;
+    std::vector<Buffer> buffers_;
+    std::vector<Rope> ropes_;
+    std::vector<Worker> workers_;
+    uint8_t* prepared_[NUM_FORMS] = {};
+    size_t prepared_row_[NUM_FORMS] = {};
+    int widest_ = 0, vocabulary_ = 0, num_heads_ = 0, num_counters_ = 0;
+    float* logits_ = nullptr;
+    bool ready_ = false;
+
+    StepArrays step_{};
+    std::vector<AttentionItem> items_;
+    std::vector<std::pair<int, int>> folds_;  // (first item, count) of tiles whose splits several items share
+    std::vector<float> partials_;
+    std::unique_ptr<std::atomic<int>[]> counters_;
+};
+
+}  // namespace poise

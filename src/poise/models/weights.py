@@ -1,0 +1,38 @@
+"""Gives a model its weights by canonical name, each packed once and kept.
+
+The numpy reference asks at every step, the CPU backend once, while it records; both go through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from poise.kernels.ops import Handle, Ops
+from poise.weights.checkpoint import Checkpoint
+
+
+class Source:
+    """Handles of a checkpoint's tensors on one backend."""
+
+    def __init__(self, ops: Ops, checkpoint: Checkpoint, prefix: str = "") -> None:
+        self._ops = ops
+        self._checkpoint = checkpoint
+        self._prefix = prefix
+        self._handles: dict[str, Any] = {}
+
+    def layer(self, index: int) -> Source:
+        """The weights of one layer, under their short names."""
+        return self.once(f"layers.{index}", lambda: Source(self._ops, self._checkpoint, f"layers.{index}."))
+
+    def matrix(self, name: str) -> Handle:
+        return self.once(name, lambda: self._ops.matrix(self._checkpoint.tensor(self._prefix + name)))
+
+    def vector(self, name: str) -> Handle:
+        return self.once(name, lambda: self._ops.vector(self._checkpoint.tensor(self._prefix + name)))
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returned the first time it was asked for under this name."""
+        if name not in self._handles:
+            self._handles[name] = make()
+        return self._handles[name]
