@@ -133,7 +133,7 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _number(name: str, value: object, low: float, high: float, exclude_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequestError(f"{name} is {value!r}, expected a number", name)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequestError(f"{name} is {value}, expected a finite number", name)
     if not low <= value <= high or (exclude_low and value == low):
         above = "above " if exclude_low else ""

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with bounds on a request's head: bytes and seconds.
+"""uvicorn's HTTP protocol with bounds: bytes and seconds of a request's head, seconds that a reader may stand still.
 
-Knows nothing of what is asked. Invariant: a connection that never completes a head costs MAX_HEAD_BYTES and
-HEAD_SECONDS at most, and is told so in the error shape of every other refusal.
+Knows nothing of what is asked. Invariant: a connection that never completes a head costs MAX_HEAD_BYTES and HEAD_SECONDS
+at most; one that takes nothing of its answer for STALLED_SECONDS is cut, which aborts the answer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from poise.server.http_errors import ErrorBody, encode_error
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
+STALLED_SECONDS = 300.0
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -22,14 +23,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _num_head_bytes = 0
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
+    _stalled_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._stop_head_timer()
+        self._stop_stalled_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_stalled_timer()
+        self._stalled_timer = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_stalled_timer()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         self._expect_head()
@@ -37,7 +49,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._stop_timer()
+        self._stop_head_timer()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -52,15 +64,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(b"400 Bad Request", msg)
 
     def _expect_head(self) -> None:
-        self._stop_timer()
+        self._stop_head_timer()
         self._in_head = True
         self._num_head_bytes = 0
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
-    def _stop_timer(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_stalled_timer(self) -> None:
+        if self._stalled_timer is not None:
+            self._stalled_timer.cancel()
+            self._stalled_timer = None
 
     def _refuse(self, status: bytes, message: str) -> None:
         body = encode_error(ErrorBody(message, "invalid_request_error", None, "invalid_http"))

@@ -148,7 +148,7 @@ async def parse_chat(
     n = _check_choices(fields)
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     report = fields.boolean("logprobs", False)
-    if top_logprobs is not None and not report:
+    if top_logprobs and not report:
         raise InvalidRequestError("top_logprobs needs logprobs: true.", "top_logprobs")
     logprobs = (top_logprobs or 0) if report else None
     max_tokens = _chat_max_tokens(fields)

@@ -288,3 +288,16 @@ def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         writer.close()
 
     over_socket(fake_app(FakeEngine()), scenario)
+
+
+def test_a_reader_that_stands_still_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poise.server.http_protocol.STALLED_SECONDS", 0.1)
+    engine = FakeEngine(max_model_len=300_000, kv_capacity_tokens=300_000)
+
+    async def scenario(url: str) -> None:
+        body = {"prompt": "a", "stream": True, "max_tokens": 250_000}
+        writer = await open_request(url, body)
+        await until(lambda: engine.num_aborted == 1)
+        writer.close()
+
+    over_socket(fake_app(engine), scenario)
