@@ -40,6 +40,7 @@ RESULT_TYPE = _record_type(native.sampling_result_fields(), native.SAMPLING_RESU
 _ROW_BYTES = ROW_TYPE.itemsize
 _OFFSETS = {name: offset for name, offset, _ in native.sampling_row_fields()}
 _POSITION = _OFFSETS["position"]
+_PROMPT_TOKENS = _OFFSETS["prompt_tokens"]
 _OUTPUT_TOKENS = _OFFSETS["output_tokens"]
 _NUM_OUTPUT_TOKENS = _OFFSETS["num_output_tokens"]
 _NUM_BANNED = _OFFSETS["num_banned"]
@@ -65,7 +66,8 @@ class SamplingRows:
 class SamplingState:
     """What one choice of one request asks of the sampler.
 
-    `num_prompt` is the length of the prompt; `vocab_size` the width of a row of logits.
+    `num_prompt` is the length of the prompt; `vocab_size` the width of a row of logits. A state stands in one row
+    of a step at most: its rows share the list of banned tokens.
     """
 
     def __init__(self, sampling: EngineSampling, vocab_size: int, num_prompt: int) -> None:
@@ -88,9 +90,7 @@ class SamplingState:
         self._bias_ids: Int32s = np.fromiter(bias.keys(), np.int32, len(bias))
         self._bias_values = np.fromiter(bias.values(), np.float32, len(bias))
         self._allowed_mask = _bit_mask(params.allowed_token_ids, vocab_size)
-        self._record = bytearray(_ROW_BYTES)
-        self._fields: Records = np.frombuffer(self._record, ROW_TYPE)
-        self._set(
+        self._record = _record(
             seed=sampling.seed,
             choice=sampling.choice,
             temperature=0 if params.greedy else params.temperature,
@@ -107,12 +107,9 @@ class SamplingState:
             num_bias=len(bias),
             allowed_mask=0 if self._allowed_mask is None else _address(self._allowed_mask),
             banned_ids=_address(self._banned),
+            num_prompt_tokens=num_prompt,
         )
         self._ban(self._always_banned)
-
-    def _set(self, **values: float) -> None:
-        for name, value in values.items():
-            self._fields[name] = value
 
     def fill(self, rows: SamplingRows, index: int, history: Int32s, num_known: int) -> None:
         """Makes row `index` draw the token at absolute position `num_known`.
@@ -134,7 +131,7 @@ class SamplingState:
         if history.dtype != np.int32 or not history.flags.c_contiguous:
             raise TypeError(f"history is {history.dtype}, expected contiguous int32")
         address = _address(history)
-        self._set(prompt_tokens=address, num_prompt_tokens=self._num_prompt)
+        _pack_u64(self._record, _PROMPT_TOKENS, address)
         _pack_u64(self._record, _OUTPUT_TOKENS, address + history.itemsize * self._num_prompt)
         self._history = history
 
@@ -172,6 +169,14 @@ def token_logprobs(results: Records, index: int) -> TokenLogprobs:
     _, token_id, logprob, rank, num_top, ids, values = results[index].item()
     top = tuple(zip(ids[:num_top].tolist(), values[:num_top].tolist()))
     return TokenLogprobs(token_id, logprob, rank, top)
+
+
+def _record(**values: float) -> bytearray:
+    """One row with these fields; the others are 0."""
+    row = np.zeros(1, ROW_TYPE)
+    row[0] = tuple(values.pop(name, 0) for name in _OFFSETS)
+    assert not values, values
+    return bytearray(row.tobytes())
 
 
 def _bit_mask(ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.uint32] | None:
