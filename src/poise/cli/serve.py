@@ -60,10 +60,10 @@ def serve(settings: Settings) -> None:
 
     from poise.server.run import bind_socket
 
+    bound = bind_socket(settings.server.host, settings.server.port)
     signal.signal(signal.SIGTERM, _interrupt)
     set_up_logging(settings.server.log_format)
     try:
-        bound = bind_socket(settings.server.host, settings.server.port)
         engine = load_engine(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, bound, engine))
@@ -78,7 +78,6 @@ async def _serve(settings: Settings, bound: socket.socket, engine: LLMEngine) ->
 
     app = create_app(
         InProcessClient.from_engine(engine),
-        engine.tokenizer,
         engine.tokenizer,
         settings.server,
         engine.metrics.registry,
