@@ -10,8 +10,10 @@ import errno
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -23,6 +25,7 @@ from poise.server.state import ServerState
 
 logger = logging.getLogger("poise.server")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = (
     75  # longer than clients keep idle connections, so that they close them, not we
@@ -68,7 +71,7 @@ def _why_not_bound(error: OSError, host: str, port: int) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our way to end."""
+    """uvicorn's server with our way to end; `serve` takes SIGTERM and Ctrl-C while it runs in the main thread."""
 
     def __init__(
         self, app: Starlette, shutdown_timeout: float, on_started: Callable[[], None] | None
@@ -100,8 +103,19 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are `run_server`'s affair: uvicorn would raise them again after a clean end."""
-        yield
+        """Like uvicorn's, but a signal isn't raised again after a clean end, which is exit status 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -150,24 +164,16 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     making = asyncio.ensure_future(make_app())
-    server: Server | None = None
-
-    def on_signal() -> None:
-        if server is None:
-            making.cancel()
-        else:
-            server.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, making.cancel)
     try:
         app = await making
-        server = Server(app, shutdown_timeout, on_started)
-        await server.serve(sockets=[bound])
     except asyncio.CancelledError:
+        bound.close()
         if not making.cancelled():
             raise
+        return
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
-        bound.close()
+    await Server(app, shutdown_timeout, on_started).serve(sockets=[bound])
