@@ -82,6 +82,8 @@ class Generation:
             outcome = "cancelled"
             raise
         except Exception as error:
+            if not self._response_started:
+                raise  # the app answers it by its status
             await self._fail(error, send)
         finally:
             total = time.monotonic() - begin
@@ -118,7 +120,7 @@ class Generation:
             )
         body = _encode(answer)
         length = (b"content-length", str(len(body)).encode())
-        await self._start(send, 200, [(b"content-type", b"application/json"), length])
+        await self._start(send, [(b"content-type", b"application/json"), length])
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, arrivals: Arrivals, send: Send) -> None:
@@ -181,27 +183,21 @@ class Generation:
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await self._start(send, 200, headers)
+        await self._start(send, headers)
 
-    async def _start(self, send: Send, status: int, headers: Headers) -> None:
+    async def _start(self, send: Send, headers: Headers) -> None:
         self._response_started = True
         headers.append((b"x-poise-seed", str(self._request.seed).encode()))
         headers += warning_headers(self._request.dropped)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _fail(self, error: Exception, send: Send) -> None:
-        """Tells the client, by status if nothing was sent yet, else by an event and no [DONE]."""
+        """Tells the client of a stream that has begun: an event with the error, and no [DONE]."""
         if not isinstance(error, PoiseError):
             logger.exception("request %s failed", self._request.request_id)
-        status, body = describe(error)
-        encoded = encode_error(body)
-        if self._response_started:
-            event = b"data: " + encoded + b"\n\n"
-            await send({"type": "http.response.body", "body": event})
-            return
-        length = (b"content-length", str(len(encoded)).encode())
-        await self._start(send, status, [(b"content-type", b"application/json"), length])
-        await send({"type": "http.response.body", "body": encoded})
+        _, body = describe(error)
+        event = b"data: " + encode_error(body) + b"\n\n"
+        await send({"type": "http.response.body", "body": event})
 
 
 async def _send_part(send: Send, body: bytes) -> None:

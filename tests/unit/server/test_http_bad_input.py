@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.core.sampling_params import SamplingParams
+from poise.errors import EngineDeadError, InvalidRequestError
 from poise.server.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -299,12 +300,12 @@ def test_body_limit_holds_without_a_declared_length() -> None:
 
 
 def test_engine_errors_have_their_own_status() -> None:
-    from poise.errors import EngineDeadError, InvalidRequestError
-
     for stream in (False, True):
         body = {"prompt": "a", "stream": stream}
         dead = FakeEngine(failure=EngineDeadError("engine failed: step 7"))
-        assert refusal(call(dead, "/v1/completions", body), 503)["code"] == "engine_dead"
+        response = call(dead, "/v1/completions", body)
+        assert refusal(response, 503)["code"] == "engine_dead"
+        assert response.headers["retry-after"] == "1"
         full = FakeEngine(failure=InvalidRequestError("too big for the pool", "prompt"))
         assert refusal(call(full, "/v1/completions", body))["param"] == "prompt"
         bug = FakeEngine(failure=ZeroDivisionError("/secret/path"))
