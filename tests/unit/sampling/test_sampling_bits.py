@@ -211,6 +211,20 @@ def test_top_p_keeps_the_token_that_reaches_it() -> None:
         assert filter_tokens(logits, Row(top_p=top_p)).sum() == count
 
 
+def test_top_p_stops_where_it_is_reached_exactly() -> None:
+    logits = np.zeros(8, np.float32)
+    requests = [Row(seed=seed, top_p=0.5) for seed in range(60)]
+    drawn = {result.token_id for result in assert_same(np.tile(logits, (60, 1)), requests)}
+    assert drawn == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
+def test_pruning_never_loses_the_winner(spread: float) -> None:
+    rng = np.random.default_rng(21)
+    logits = (rng.standard_normal((200, 400)) * spread).astype(np.float32)
+    assert_same(logits, [Row(seed=seed, position=seed) for seed in range(200)])
+
+
 def test_a_top_k_draw_is_the_unfiltered_draw_where_that_is_kept() -> None:
     logits = np.tile(gaussian(np.random.default_rng(5), 100), (40, 1))
     free = run_rows(logits, [Row(seed=seed) for seed in range(40)], "baseline")
