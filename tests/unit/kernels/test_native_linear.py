@@ -1,0 +1,212 @@
+"""Native products and moves equal the numpy reference in all bits: each container, variant, row count and thread count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from native_ops import (
+    FLOAT_TYPES,
+    ISAS,
+    MAX_ROWS,
+    NO_KV,
+    ROW_COUNTS,
+    THREADS,
+    TYPES,
+    assert_same_bits,
+    backend,
+    hostile_rows,
+    rows_step,
+    vector,
+    weights,
+)
+from poise.kernels.reference import ReferenceBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+EPS = 1e-5
+every_row_count = pytest.mark.parametrize(
+    "row_counts",
+    [
+        pytest.param(ROW_COUNTS, id="some"),
+        pytest.param(tuple(range(1, MAX_ROWS + 1)), id="all", marks=pytest.mark.slow),
+    ],
+)
+every_type = pytest.mark.parametrize("type_name", TYPES)
+every_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+def shapes(type_name):
+    """(outputs, columns); outputs are never whole panels, so the last one holds padding."""
+    if type_name in FLOAT_TYPES:
+        return [(37, 96), (5, 33), (3, 1), (17, 257)]
+    if type_name.endswith("K"):
+        return [(37, 256), (5, 512)]
+    return [(37, 96), (5, 32), (17, 512)]
+
+
+@cache
+def residual_case(type_name, outputs, columns):
+    """(weight, a, x, expected) of linear_residual over MAX_ROWS rows."""
+    weight = weights(type_name, outputs, columns, seed=outputs)
+    a = hostile_rows(MAX_ROWS, columns, seed=columns)
+    x = np.random.default_rng(1).normal(size=(MAX_ROWS, outputs)).astype(np.float32)
+    reference = ReferenceBackend(NO_KV)
+    return weight, a, x, reference.linear_residual(a, reference.matrix(weight), x)
+
+
+@every_row_count
+@every_isa
+@every_type
+def test_linear_residual(type_name, isa, row_counts):
+    for outputs, columns in shapes(type_name):
+        weight, a, x, expected = residual_case(type_name, outputs, columns)
+        for threads in THREADS:
+            native = backend(isa, threads)
+            source, target = native.plan.buffer(columns), native.plan.buffer(outputs)
+            native.linear_residual(source, native.matrix(weight), target)
+            for rows in row_counts:
+                native.plan.buffer_view(source, rows)[...] = a[:rows]
+                native.plan.buffer_view(target, rows)[...] = x[:rows]
+                native.run(rows_step(rows))
+                note = f"{outputs}x{columns}, {threads} threads, {rows} rows"
+                assert_same_bits(native.plan.buffer_view(target, rows), expected[:rows], note)
+
+
+MIXES = [
+    ("Q4_K", "Q6_K", "Q5_K"),
+    ("Q4_1", "Q8_0", "BF16"),
+    ("F16", "Q4_0", "F32"),
+    ("Q5_0", "BF16", "Q5_1"),
+]
+
+
+@cache
+def norm_linear_case(mix, with_biases):
+    columns = 256
+    random = np.random.default_rng(2)
+    matrices = [weights(t, n, columns, seed=n) for t, n in zip(mix, (37, 5, 18))]
+    biases = [random.normal(size=w.shape[0]).astype(np.float32) for w in matrices]
+    norm = random.normal(1, 0.5, columns).astype(np.float32)
+    x = hostile_rows(MAX_ROWS, columns, seed=3)
+    reference = ReferenceBackend(NO_KV)
+    handles = [reference.matrix(weight) for weight in matrices]
+    expected = reference.norm_linear(x, norm, EPS, handles, biases if with_biases else None)
+    return matrices, biases if with_biases else None, norm, x, expected
+
+
+@pytest.mark.parametrize("with_biases", [False, True], ids=["plain", "biases"])
+@every_isa
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+def test_norm_linear(mix, isa, with_biases):
+    """Several matrices of different containers on the same normed rows, side by side."""
+    matrices, biases, norm, x, expected = norm_linear_case(mix, with_biases)
+    for threads in THREADS:
+        native = backend(isa, threads)
+        source = native.plan.buffer(x.shape[1])
+        handles = [native.matrix(weight) for weight in matrices]
+        vectors = None if biases is None else [native.vector(vector(b)) for b in biases]
+        out = native.norm_linear(source, native.vector(vector(norm)), EPS, handles, vectors)
+        for rows in ROW_COUNTS:
+            native.plan.buffer_view(source, rows)[...] = x[:rows]
+            native.run(rows_step(rows))
+            note = f"{threads} threads, {rows} rows"
+            assert_same_bits(native.plan.buffer_view(out, rows), expected[:rows], note)
+
+
+@every_isa
+@pytest.mark.parametrize("width", [1, 15, 17, 250, 4096, 4097, 8300])
+def test_norm_sums_in_cuts(isa, width):
+    """The norm of odd and of long rows, seen through one f32 output."""
+    random = np.random.default_rng(width)
+    x = random.normal(size=(3, width)).astype(np.float32) * np.float32([[1], [1e-19], [1e15]])
+    norm = random.normal(1, 0.5, width).astype(np.float32)
+    weight = weights("F32", 1, width, seed=4)
+    reference = ReferenceBackend(NO_KV)
+    expected = reference.norm_linear(x, norm, 1e-6, [reference.matrix(weight)])
+    native = backend(isa, 2)
+    source = native.plan.buffer(width)
+    out = native.norm_linear(source, native.vector(vector(norm)), 1e-6, [native.matrix(weight)])
+    native.plan.buffer_view(source, 3)[...] = x
+    native.run(rows_step(3))
+    assert_same_bits(native.plan.buffer_view(out, 3), expected)
+
+
+@cache
+def gated_case(type_name):
+    columns, hidden = (256, 256) if type_name.endswith("K") else (64, 96)
+    gate, up = (weights(type_name, hidden, columns, seed) for seed in (5, 6))
+    down = weights(type_name, columns, hidden, seed=7)
+    random = np.random.default_rng(8)
+    norm = random.normal(1, 0.5, columns).astype(np.float32)
+    x = hostile_rows(MAX_ROWS, columns, seed=9)
+    reference = ReferenceBackend(NO_KV)
+    handles = [reference.matrix(weight) for weight in (gate, up, down)]
+    return (gate, up, down), norm, x, reference.gated_mlp(x, norm, EPS, *handles)
+
+
+@every_row_count
+@every_isa
+@every_type
+def test_gated_mlp(type_name, isa, row_counts):
+    matrices, norm, x, expected = gated_case(type_name)
+    for threads in THREADS:
+        native = backend(isa, threads)
+        source = native.plan.buffer(x.shape[1])
+        handles = [native.matrix(weight) for weight in matrices]
+        native.gated_mlp(source, native.vector(vector(norm)), EPS, *handles)
+        for rows in row_counts:
+            native.plan.buffer_view(source, rows)[...] = x[:rows]
+            native.run(rows_step(rows))
+            note = f"{threads} threads, {rows} rows"
+            assert_same_bits(native.plan.buffer_view(source, rows), expected[:rows], note)
+
+
+@every_isa
+@every_type
+def test_embed(type_name, isa):
+    """A move: also of denormals, NaN and Inf, where the table holds floats, and through a row order."""
+    for outputs, columns in shapes(type_name):
+        table = weights(type_name, outputs, columns, seed=10)
+        if type_name in FLOAT_TYPES:
+            random = np.random.default_rng(11)
+            data = random.integers(0, 256, table.data.shape, np.uint8)
+            table = replace(table, data=data)
+        order = np.random.default_rng(12).permutation(outputs).astype(np.int32)
+        ids = np.random.default_rng(13).integers(0, outputs, MAX_ROWS).astype(np.int32)
+        for table in (table, replace(table, row_order=order)):
+            reference = ReferenceBackend(NO_KV)
+            reference.begin(rows_step(MAX_ROWS, ids))
+            expected = reference.embed(reference.matrix(table))
+            for threads in THREADS:
+                native = backend(isa, threads)
+                out = native.embed(native.matrix(table))
+                native.run(rows_step(MAX_ROWS, ids))
+                note = f"{outputs}x{columns}, {threads} threads"
+                assert_same_bits(native.plan.buffer_view(out, MAX_ROWS), expected, note)
+
+
+@every_isa
+@every_type
+def test_logits(type_name, isa):
+    """Norm and output matrix for any subset of rows, over more rows than one tile of logits holds."""
+    columns = 256
+    output = weights(type_name, 37, columns, seed=14)
+    norm = np.random.default_rng(15).normal(1, 0.5, columns).astype(np.float32)
+    x = hostile_rows(MAX_ROWS, columns, seed=16)
+    reference = ReferenceBackend(NO_KV)
+    reference.begin(rows_step(MAX_ROWS, logit_rows=range(MAX_ROWS)))
+    reference.logits(x, norm, EPS, reference.matrix(output))
+    expected = reference._logits
+    wanted = [[0], [69], range(1, 32), range(32), range(33), range(0, 70, 3), range(70)]
+    for threads in THREADS:
+        native = backend(isa, threads)
+        source = native.plan.buffer(columns)
+        native.logits(source, native.vector(vector(norm)), EPS, native.matrix(output))
+        for rows in wanted:
+            native.plan.buffer_view(source, MAX_ROWS)[...] = x
+            actual = np.empty((len(rows), 37), np.float32)
+            native.run(rows_step(MAX_ROWS, logit_rows=rows), logits=actual)
+            assert_same_bits(actual, expected[list(rows)], f"{threads} threads, rows {rows}")
