@@ -12,29 +12,31 @@ namespace {
 
 constexpr int BLOCK = 64, SPLIT = 256, TILE = 16;
 #if defined(POISE_AVX512)
-constexpr int MICRO = 6;  // units whose sums are held in registers: 6 × 4 of 32 registers
+constexpr int MICRO = 6, TILES = 4;  // units and 16-column tiles whose sums are held in registers: 6 × 4 of 32
 #else
-constexpr int MICRO = 2;
+constexpr int MICRO = 4, TILES = 1;  // 4 × 1 pair of 16 registers
 #endif
 
 // s[u][0…63] = q_u · K over head_dim/2 pairs, ascending.
-template <int U, bool HW> void scores(const uint32_t* const* q, const uint16_t* const keys[4], int pairs, float* s) {
-    F32 acc[U][4];
-    for (int u = 0; u < U; u++)
-        for (int t = 0; t < 4; t++) acc[u][t] = zero();
-    for (int k = 0; k < pairs; k++) {
-        Pairs w[4];
-        for (int t = 0; t < 4; t++) w[t] = load_pairs(keys[t] + (size_t)k * 32);
+template <int U, class Pair> void scores(const Pair* const* q, const uint16_t* const keys[4], int pairs, float* s) {
+    for (int first = 0; first < 4; first += TILES) {
+        F32 acc[U][TILES];
         for (int u = 0; u < U; u++)
-            for (int t = 0; t < 4; t++) acc[u][t] = dot_bf16<HW>(acc[u][t], w[t], q[u] + k);
+            for (int t = 0; t < TILES; t++) acc[u][t] = zero();
+        for (int k = 0; k < pairs; k++) {
+            Pairs w[TILES];
+            for (int t = 0; t < TILES; t++) w[t] = load_pairs(keys[first + t] + (size_t)k * 32);
+            for (int u = 0; u < U; u++)
+                for (int t = 0; t < TILES; t++) acc[u][t] = dot_pair(acc[u][t], w[t], q[u] + k);
+        }
+        for (int u = 0; u < U; u++)
+            for (int t = 0; t < TILES; t++) store(s + u * BLOCK + (first + t) * 16, acc[u][t]);
     }
-    for (int u = 0; u < U; u++)
-        for (int t = 0; t < 4; t++) store(s + u * BLOCK + t * 16, acc[u][t]);
 }
 
 // acc_u = acc_u · c_u (or +0 at the first block), then += p_u · V over 32 token pairs, for WIDTH × 16 columns.
-template <int U, int WIDTH, bool HW>
-void values(const uint32_t* const* p, const uint16_t* const v[4], int head_dim, int column, const float* c, const bool* first,
+template <int U, int WIDTH, class Pair>
+void values(const Pair* const* p, const uint16_t* const v[4], int head_dim, int column, const float* c, const bool* first,
             float* const* acc_rows) {
     F32 acc[U][WIDTH];
     for (int u = 0; u < U; u++)
@@ -48,42 +50,42 @@ void values(const uint32_t* const* p, const uint16_t* const v[4], int head_dim, 
             Pairs w[WIDTH];
             for (int t = 0; t < WIDTH; t++) w[t] = load_pairs(row + t * 32);
             for (int u = 0; u < U; u++)
-                for (int t = 0; t < WIDTH; t++) acc[u][t] = dot_bf16<HW>(acc[u][t], w[t], p[u] + tile * 8 + k);
+                for (int t = 0; t < WIDTH; t++) acc[u][t] = dot_pair(acc[u][t], w[t], p[u] + tile * 8 + k);
         }
     for (int u = 0; u < U; u++)
         for (int t = 0; t < WIDTH; t++) store(acc_rows[u] + column + t * 16, acc[u][t]);
 }
 
-template <int U, bool HW>
-void values_all(const uint32_t* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
+template <int U, class Pair>
+void values_all(const Pair* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
     int column = 0;
-    for (; column + 64 <= head_dim; column += 64) values<U, 4, HW>(p, v, head_dim, column, c, first, acc);
-    for (; column < head_dim; column += 16) values<U, 1, HW>(p, v, head_dim, column, c, first, acc);
+    for (; column + 16 * TILES <= head_dim; column += 16 * TILES) values<U, TILES>(p, v, head_dim, column, c, first, acc);
+    for (; column < head_dim; column += 16) values<U, 1>(p, v, head_dim, column, c, first, acc);
 }
 
-template <bool HW> void scores_of(int count, const uint32_t* const* q, const uint16_t* const keys[4], int pairs, float* s) {
+template <class Pair> void scores_of(int count, const Pair* const* q, const uint16_t* const keys[4], int pairs, float* s) {
     switch (count) {
-        case 1: return scores<1, HW>(q, keys, pairs, s);
-        case 2: return scores<2, HW>(q, keys, pairs, s);
+        case 1: return scores<1>(q, keys, pairs, s);
+        case 2: return scores<2>(q, keys, pairs, s);
+        case 3: return scores<3>(q, keys, pairs, s);
+        case 4: return scores<4>(q, keys, pairs, s);
 #if defined(POISE_AVX512)
-        case 3: return scores<3, HW>(q, keys, pairs, s);
-        case 4: return scores<4, HW>(q, keys, pairs, s);
-        case 5: return scores<5, HW>(q, keys, pairs, s);
-        default: return scores<6, HW>(q, keys, pairs, s);
+        case 5: return scores<5>(q, keys, pairs, s);
+        default: return scores<6>(q, keys, pairs, s);
 #endif
     }
 }
 
-template <bool HW>
-void values_of(int count, const uint32_t* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
+template <class Pair>
+void values_of(int count, const Pair* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
     switch (count) {
-        case 1: return values_all<1, HW>(p, v, head_dim, c, first, acc);
-        case 2: return values_all<2, HW>(p, v, head_dim, c, first, acc);
+        case 1: return values_all<1>(p, v, head_dim, c, first, acc);
+        case 2: return values_all<2>(p, v, head_dim, c, first, acc);
+        case 3: return values_all<3>(p, v, head_dim, c, first, acc);
+        case 4: return values_all<4>(p, v, head_dim, c, first, acc);
 #if defined(POISE_AVX512)
-        case 3: return values_all<3, HW>(p, v, head_dim, c, first, acc);
-        case 4: return values_all<4, HW>(p, v, head_dim, c, first, acc);
-        case 5: return values_all<5, HW>(p, v, head_dim, c, first, acc);
-        default: return values_all<6, HW>(p, v, head_dim, c, first, acc);
+        case 5: return values_all<5>(p, v, head_dim, c, first, acc);
+        default: return values_all<6>(p, v, head_dim, c, first, acc);
 #endif
     }
 }
@@ -114,16 +116,33 @@ void finish(const float* acc, float l, int head_dim, float* out) {
     for (int k = 0; k < head_dim; k += 16) store(out + k, load(acc + k) / divisor + zero());
 }
 
-template <bool HW> void run_item(const AttentionParams& params, const AttentionItem& item, float* scratch) {
+// How rows of bf16 become operands: as they are, or widened into scratch.
+inline const uint32_t* operands(const uint16_t* row, int count, uint32_t*) {
+    (void)count;
+    return (const uint32_t*)row;
+}
+inline const FloatPair* operands(const uint16_t* row, int count, FloatPair* scratch) {
+    for (int k = 0; k < count; k += 16) store((float*)scratch + k, load_bf16(row + k));
+    return scratch;
+}
+
+template <class Pair> void run_item(const AttentionParams& params, const AttentionItem& item, float* scratch) {
     const KVLayout& kv = *params.kv;
     const int d = kv.head_dim, group = params.num_heads / kv.num_kv_heads, units = item.num_rows * group;
     const size_t state_floats = 2 * MAX_UNITS + (size_t)MAX_UNITS * d;
     State total = carve(scratch, d), split = carve(scratch + state_floats, d);
     float* s = scratch + 2 * state_floats;                       // [MICRO][64]
-    uint16_t* probabilities = (uint16_t*)(s + 6 * BLOCK);        // [MICRO][64] bf16
-    uint16_t* zero_tile = probabilities + 6 * BLOCK;             // [16 · d]
+    float* wide = s + MICRO * BLOCK;                             // [MAX_UNITS][d] q and [MICRO][64] p, where they are widened
+    float* wide_p = wide + (size_t)MAX_UNITS * d;
+    uint16_t* probabilities = (uint16_t*)(wide_p + MICRO * BLOCK);  // [MICRO][64] bf16
+    uint16_t* zero_tile = probabilities + MICRO * BLOCK;         // [16 · d]
     uint16_t* masked_tile = zero_tile + TILE * d;                // V of the last tile, masked at the end of the sequence
     memset(zero_tile, 0, sizeof(uint16_t) * TILE * d);
+    const Pair* queries[MAX_UNITS];
+    for (int u = 0; u < units; u++) {
+        const int row = item.row + u / group, head = item.kv_head * group + u % group;
+        queries[u] = operands(params.q + ((size_t)row * params.num_heads + head) * d, d, (Pair*)(wide + (size_t)u * d));
+    }
     const int tiles_per_page = kv.block_size / TILE;
     const int last = item.position + item.num_rows - 1;
 
@@ -154,18 +173,17 @@ template <bool HW> void run_item(const AttentionParams& params, const AttentionI
             const int first_row = start > item.position ? start - item.position : 0;
             for (int u0 = first_row * group; u0 < units; u0 += MICRO) {
                 const int count = units - u0 < MICRO ? units - u0 : MICRO;
-                const uint32_t *q[MICRO], *p[MICRO];
+                const Pair *q[MICRO], *p[MICRO];
                 float* acc[MICRO];
                 float correction[16] = {}, maxima[MICRO];
                 bool first[MICRO];
                 for (int i2 = 0; i2 < count; i2++) {
-                    const int u = u0 + i2, row = item.row + u / group, head = item.kv_head * group + u % group;
-                    q[i2] = (const uint32_t*)(params.q + ((size_t)row * params.num_heads + head) * d);
-                    p[i2] = (const uint32_t*)(probabilities + i2 * BLOCK);
+                    const int u = u0 + i2;
+                    q[i2] = queries[u];
                     acc[i2] = split.acc + (size_t)u * d;
                     first[i2] = start == split_start;
                 }
-                scores_of<HW>(count, q, keys, d / 2, s);
+                scores_of(count, q, keys, d / 2, s);
                 for (int i2 = 0; i2 < count; i2++) {
                     const int u = u0 + i2, visible = item.position + u / group - start + 1;
                     float* row = s + i2 * BLOCK;
@@ -193,13 +211,14 @@ template <bool HW> void run_item(const AttentionParams& params, const AttentionI
                             e = select(mask_from_bits(n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0), e, zero());
                         }
                         lane = lane + e;
-                        store_low_u16((uint16_t*)p[i2] + t * 16, to_bf16(e));
+                        store_low_u16(probabilities + i2 * BLOCK + t * 16, to_bf16(e));
                     }
+                    p[i2] = operands(probabilities + i2 * BLOCK, BLOCK, (Pair*)(wide_p + i2 * BLOCK));
                     const float sum = fold_sum(lane);
                     split.l[u] = first[i2] ? sum : lane0(fma(set1(split.l[u]), set1(correction[i2]), set1(sum)));
                     split.m[u] = maxima[i2];
                 }
-                values_of<HW>(count, p, vals, d, correction, first, acc);
+                values_of(count, p, vals, d, correction, first, acc);
             }
         }
         if (item.partial) {
@@ -232,8 +251,8 @@ template <bool HW> void run_item(const AttentionParams& params, const AttentionI
 }  // namespace
 
 void attend(const AttentionParams& params, const AttentionItem& item, float* scratch) {
-    if (use_dot_bf16) run_item<true>(params, item, scratch);
-    else run_item<false>(params, item, scratch);
+    if (use_dot_bf16) run_item<uint32_t>(params, item, scratch);
+    else run_item<FloatPair>(params, item, scratch);
 }
 
 // Folds the splits that several items of one tile left behind, ascending.
@@ -281,8 +300,9 @@ bool check_dot_bf16() {
             const uint32_t u = next();
             memcpy(acc + j, &u, 4);
         }
-        store(x, dot_bf16<true>(load(acc), load_pairs((const uint16_t*)w), a));
-        store(y, dot_bf16<false>(load(acc), load_pairs((const uint16_t*)w), a));
+        const FloatPair wide = widen(a[0]);
+        store(x, dot_pair(load(acc), load_pairs((const uint16_t*)w), a));
+        store(y, dot_pair(load(acc), load_pairs((const uint16_t*)w), &wide));
         if (memcmp(x, y, 64)) return false;
     }
     return true;

@@ -1,131 +1,183 @@
-// 64-byte lines of unsigned weights and the exact integer dot of four of them with four signed activations.
+// Lines of unsigned weights, their exact integer dots with signed activations, and the bf16 pair product.
 #pragma once
-#include "simd.h"
+#include "elementary.h"
 
 namespace poise {
 namespace POISE_NS {
 
+// A column vector covers COLUMNS outputs of a panel: all 16 where the registers are wide (or the code portable), 8 with AVX2.
+// `Quads` is one 4-k line of unsigned weights of these outputs; `dot_group` adds the exact integer products of a group's quads
+// FIRST … LAST-1 with the activations of ROWS rows (32 bytes apart).
+
+inline float bf16_value(uint16_t upper) {
+    const uint32_t u = (uint32_t)upper << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+// A pair of bf16 activations: as it is (uint32_t) for the instruction that multiplies pairs, or widened to f32.
+struct FloatPair { float even, odd; };
+inline FloatPair widen(uint32_t pair) { return {bf16_value((uint16_t)pair), bf16_value((uint16_t)(pair >> 16))}; }
+
 #if defined(POISE_AVX512)
 
-struct Line { __m512i v; };
-inline Line load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline Line low_nibbles(Line a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
-inline Line high_nibbles(Line a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
-// Bit FROM of each byte moved to bit 4; WIDTH bits.
-template <int FROM, int WIDTH> inline Line plane_bits(Line a) {
+constexpr int COLUMNS = 16;
+using ColF = F32;
+using ColI = I32;
+struct Quads { __m512i v; };
+inline Quads load_quads(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Quads low_nibbles(Quads a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline Quads high_nibbles(Quads a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+// Bits FROM … FROM+WIDTH-1 of each byte moved to bit 4.
+template <int FROM, int WIDTH> inline Quads plane_bits(Quads a) {
     const __m512i mask = _mm512_set1_epi8(WIDTH == 1 ? 0x10 : 0x30);
     if constexpr (FROM <= 4) return {_mm512_and_si512(_mm512_slli_epi16(a.v, 4 - FROM), mask)};
     else return {_mm512_and_si512(_mm512_srli_epi16(a.v, FROM - 4), mask)};
 }
-inline Line operator|(Line a, Line b) { return {_mm512_or_si512(a.v, b.v)}; }
-// acc[n] += Σ w[n][i] · q[i], exact. g++ 12 does not fold the broadcast into the instruction by itself.
-template <bool WIDE> inline I32 dot4(I32 acc, Line w, const int8_t* q) {
+inline Quads operator|(Quads a, Quads b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline ColF load_f16_columns(const uint16_t* p) { return load_f16(p); }
+inline ColI load_u8_columns(const uint8_t* p) { return load_u8(p); }
+inline ColI load_i8_columns(const int8_t* p) { return load_i8(p); }
+inline ColF set_columns(float x) { return set1(x); }
+inline ColI set_columns_i(int32_t x) { return set1_i(x); }
+
+// g++ 12 does not fold the broadcast into the instruction by itself.
+inline I32 dot4(I32 acc, Quads w, const int8_t* q) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*(const int32_t*)q));
     return acc;
 }
+template <int BITS, int FIRST, int LAST, int ROWS> inline void dot_group(const Quads* w, const int8_t* q, ColI* acc) {
+    for (int j = FIRST; j < LAST; j++)
+        for (int r = 0; r < ROWS; r++) acc[r] = dot4(acc[r], w[j], q + r * 32 + 4 * j);
+}
+constexpr bool SIGNED_BYTES = false;  // i8: u = w + 128 is used as it is
+constexpr int DOT_ROWS = 4;           // rows whose dots are interleaved
 inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-inline I32 broadcast_i(const int32_t* p) { return {_mm512_set1_epi32(*p)}; }
 
 // acc += odd element, then even element, each one fma; `w` holds pairs of bf16 for 16 outputs.
-inline F32 dot_bf16_fma(F32 acc, __m512i w, uint32_t pair) {
-    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)));
-    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
-    const __m512 a1 = _mm512_castsi512_ps(_mm512_set1_epi32((int)(pair & 0xffff0000)));
-    const __m512 a0 = _mm512_castsi512_ps(_mm512_set1_epi32((int)(pair << 16)));
-    return {_mm512_fmadd_ps(even, a0, _mm512_fmadd_ps(odd, a1, acc.v))};
-}
 struct Pairs { __m512i v; };
 inline Pairs load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
-template <bool HARDWARE> inline F32 dot_bf16(F32 acc, Pairs w, const uint32_t* pair) {
-    if constexpr (HARDWARE) {
-        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*pair));
-        return acc;
-    } else {
-        return dot_bf16_fma(acc, w.v, *pair);
-    }
+inline F32 dot_pair(F32 acc, Pairs w, const uint32_t* pair) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*pair));
+    return acc;
+}
+inline F32 dot_pair(F32 acc, Pairs w, const FloatPair* pair) {
+    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32((int)0xffff0000)));
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16));
+    return {_mm512_fmadd_ps(even, _mm512_set1_ps(pair->even), _mm512_fmadd_ps(odd, _mm512_set1_ps(pair->odd), acc.v))};
 }
 
 #elif defined(POISE_AVX2)
 
-struct Line { __m256i a, b; };
-inline Line load_line(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
-inline Line low_nibbles(Line x) {
-    const __m256i m = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+constexpr int COLUMNS = 8;
+struct ColF { __m256 v; };
+struct ColI { __m256i v; };
+struct Quads { __m256i v; };
+inline Quads load_quads(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
+inline Quads low_nibbles(Quads a) { return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))}; }
+inline Quads high_nibbles(Quads a) { return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi8(15))}; }
+template <int FROM, int WIDTH> inline Quads plane_bits(Quads a) {
+    const __m256i mask = _mm256_set1_epi8(WIDTH == 1 ? 0x10 : 0x30);
+    if constexpr (FROM <= 4) return {_mm256_and_si256(_mm256_slli_epi16(a.v, 4 - FROM), mask)};
+    else return {_mm256_and_si256(_mm256_srli_epi16(a.v, FROM - 4), mask)};
 }
-inline Line high_nibbles(Line x) {
-    const __m256i m = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
-}
-template <int FROM, int WIDTH> inline Line plane_bits(Line x) {
-    const __m256i m = _mm256_set1_epi8(WIDTH == 1 ? 0x10 : 0x30);
-    if constexpr (FROM <= 4) return {_mm256_and_si256(_mm256_slli_epi16(x.a, 4 - FROM), m), _mm256_and_si256(_mm256_slli_epi16(x.b, 4 - FROM), m)};
-    else return {_mm256_and_si256(_mm256_srli_epi16(x.a, FROM - 4), m), _mm256_and_si256(_mm256_srli_epi16(x.b, FROM - 4), m)};
-}
-inline Line operator|(Line x, Line y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-// Pairs of products fit in 16 bits while w ≤ 127 (2 · 127 · 127 < 2¹⁵); wider weights are split at bit 7 (2 · 128 · 127 < 2¹⁵).
-inline __m256i dot4_256(__m256i acc, __m256i w, __m256i q) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, q), _mm256_set1_epi16(1)));
-}
-template <bool WIDE> inline I32 dot4(I32 acc, Line w, const int8_t* q) {
-    int32_t dword;
-    memcpy(&dword, q, 4);
-    const __m256i b = _mm256_set1_epi32(dword);
-    if constexpr (WIDE) {
-        const __m256i low = _mm256_set1_epi8(0x7f), top = _mm256_set1_epi8((char)0x80);
-        acc.a = dot4_256(dot4_256(acc.a, _mm256_and_si256(w.a, low), b), _mm256_and_si256(w.a, top), b);
-        acc.b = dot4_256(dot4_256(acc.b, _mm256_and_si256(w.b, low), b), _mm256_and_si256(w.b, top), b);
-        return acc;
+inline Quads operator|(Quads a, Quads b) { return {_mm256_or_si256(a.v, b.v)}; }
+inline ColF operator*(ColF a, ColF b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline ColF fma(ColF a, ColF b, ColF c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline ColF negate(ColF a) { return {_mm256_xor_ps(a.v, _mm256_set1_ps(-0.0f))}; }
+inline ColF to_float(ColI a) { return {_mm256_cvtepi32_ps(a.v)}; }
+inline ColI operator+(ColI a, ColI b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline void store(float* p, ColF a) { _mm256_storeu_ps(p, a.v); }
+inline ColF load_f16_columns(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
+inline ColI load_u8_columns(const uint8_t* p) { return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))}; }
+inline ColI load_i8_columns(const int8_t* p) { return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))}; }
+inline ColF set_columns(float x) { return {_mm256_set1_ps(x)}; }
+inline ColI set_columns_i(int32_t x) { return {_mm256_set1_epi32(x)}; }
+
+inline __m256i broadcast_quad(const int8_t* q) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)q)); }
+// Sums of pairs stay below 2¹⁵ over 8 quads of i4 (8 · 2 · 15 · 127), 4 of i5 and 2 of i6, and only then widen to 32 bits.
+// i8 takes |w| and moves the sign to the activation (2 · 128 · 127): the sum of w·q itself, so no zero point is subtracted.
+template <int BITS, int FIRST, int LAST, int ROWS> inline void dot_group(const Quads* w, const int8_t* q, ColI* acc) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    constexpr int RUN = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
+    for (int r = 0; r < ROWS; r++) {
+        for (int begin = FIRST; begin < LAST; begin += RUN) {
+            __m256i sum;
+            for (int j = begin; j < begin + RUN && j < LAST; j++) {
+                const __m256i b = broadcast_quad(q + r * 32 + 4 * j);
+                __m256i product;
+                if constexpr (BITS == 8) {
+                    const __m256i signed_w = _mm256_xor_si256(w[j].v, _mm256_set1_epi8((char)0x80));
+                    product = _mm256_maddubs_epi16(_mm256_abs_epi8(signed_w), _mm256_sign_epi8(b, signed_w));
+                } else {
+                    product = _mm256_maddubs_epi16(w[j].v, b);
+                }
+                sum = j == begin ? product : _mm256_add_epi16(sum, product);
+            }
+            acc[r].v = _mm256_add_epi32(acc[r].v, _mm256_madd_epi16(sum, ones));
+        }
     }
-    return {dot4_256(acc.a, w.a, b), dot4_256(acc.b, w.b, b)};
 }
+constexpr bool SIGNED_BYTES = true;
+constexpr int DOT_ROWS = 2;
 inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-inline I32 broadcast_i(const int32_t* p) { return set1_i(*p); }
+
 struct Pairs { __m256i a, b; };
 inline Pairs load_pairs(const uint16_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 16))}; }
-inline __m256 dot_bf16_256(__m256 acc, __m256i w, __m256 a1, __m256 a0) {
-    const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000)));
-    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), a0, _mm256_fmadd_ps(odd, a1, acc));
+inline __m256 dot_pair_256(__m256 acc, __m256i w, __m256 odd, __m256 even) {
+    const __m256 high = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000)));
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), even, _mm256_fmadd_ps(high, odd, acc));
 }
-template <bool HARDWARE> inline F32 dot_bf16(F32 acc, Pairs w, const uint32_t* pair) {
-    const __m256 a1 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(*pair & 0xffff0000)));
-    const __m256 a0 = _mm256_castsi256_ps(_mm256_set1_epi32((int)(*pair << 16)));
-    return {dot_bf16_256(acc.a, w.a, a1, a0), dot_bf16_256(acc.b, w.b, a1, a0)};
+inline F32 dot_pair(F32 acc, Pairs w, const FloatPair* pair) {
+    const __m256 odd = _mm256_broadcast_ss(&pair->odd), even = _mm256_broadcast_ss(&pair->even);
+    return {dot_pair_256(acc.a, w.a, odd, even), dot_pair_256(acc.b, w.b, odd, even)};
 }
 
 #else
 
-struct Line { uint8_t v[64]; };
-#define POISE_BYTES(expr) Line r; for (int j = 0; j < 64; j++) r.v[j] = (uint8_t)(expr); return r
-inline Line load_line(const uint8_t* p) { Line r; memcpy(r.v, p, 64); return r; }
-inline Line low_nibbles(Line a) { POISE_BYTES(a.v[j] & 15); }
-inline Line high_nibbles(Line a) { POISE_BYTES(a.v[j] >> 4); }
-template <int FROM, int WIDTH> inline Line plane_bits(Line a) { POISE_BYTES(((a.v[j] >> FROM) & (WIDTH == 1 ? 1 : 3)) << 4); }
-inline Line operator|(Line a, Line b) { POISE_BYTES(a.v[j] | b.v[j]); }
+constexpr int COLUMNS = 16;
+using ColF = F32;
+using ColI = I32;
+struct Quads { uint8_t v[64]; };
+#define POISE_BYTES(expr) Quads r; for (int j = 0; j < 64; j++) r.v[j] = (uint8_t)(expr); return r
+inline Quads load_quads(const uint8_t* p) { Quads r; memcpy(r.v, p, 64); return r; }
+inline Quads low_nibbles(Quads a) { POISE_BYTES(a.v[j] & 15); }
+inline Quads high_nibbles(Quads a) { POISE_BYTES(a.v[j] >> 4); }
+template <int FROM, int WIDTH> inline Quads plane_bits(Quads a) { POISE_BYTES(((a.v[j] >> FROM) & (WIDTH == 1 ? 1 : 3)) << 4); }
+inline Quads operator|(Quads a, Quads b) { POISE_BYTES(a.v[j] | b.v[j]); }
 #undef POISE_BYTES
-template <bool WIDE> inline I32 dot4(I32 acc, Line w, const int8_t* q) {
-    for (int n = 0; n < 16; n++)
-        for (int i = 0; i < 4; i++) acc.v[n] += (int32_t)w.v[n * 4 + i] * q[i];
-    return acc;
+inline ColF load_f16_columns(const uint16_t* p) { return load_f16(p); }
+inline ColI load_u8_columns(const uint8_t* p) { return load_u8(p); }
+inline ColI load_i8_columns(const int8_t* p) { return load_i8(p); }
+inline ColF set_columns(float x) { return set1(x); }
+inline ColI set_columns_i(int32_t x) { return set1_i(x); }
+template <int BITS, int FIRST, int LAST, int ROWS> inline void dot_group(const Quads* w, const int8_t* q, ColI* acc) {
+    for (int r = 0; r < ROWS; r++)
+        for (int j = FIRST; j < LAST; j++)
+            for (int n = 0; n < 16; n++)
+                for (int i = 0; i < 4; i++) acc[r].v[n] += (int32_t)w[j].v[n * 4 + i] * q[r * 32 + 4 * j + i];
 }
+constexpr bool SIGNED_BYTES = false;
+constexpr int DOT_ROWS = 1;
 inline void prefetch(const uint8_t*) {}
-inline I32 broadcast_i(const int32_t* p) { return set1_i(*p); }
 struct Pairs { uint16_t v[32]; };
 inline Pairs load_pairs(const uint16_t* p) { Pairs r; memcpy(r.v, p, 64); return r; }
-inline float bf16_value(uint32_t upper) {
-    float f;
-    memcpy(&f, &upper, 4);
-    return f;
-}
-template <bool HARDWARE> inline F32 dot_bf16(F32 acc, Pairs w, const uint32_t* pair) {
-    const float a1 = bf16_value(*pair & 0xffff0000), a0 = bf16_value(*pair << 16);
+inline F32 dot_pair(F32 acc, Pairs w, const FloatPair* pair) {
     for (int n = 0; n < 16; n++) {
-        acc.v[n] = fma1(bf16_value((uint32_t)w.v[n * 2 + 1] << 16), a1, acc.v[n]);
-        acc.v[n] = fma1(bf16_value((uint32_t)w.v[n * 2] << 16), a0, acc.v[n]);
+        acc.v[n] = fma1(bf16_value(w.v[n * 2 + 1]), pair->odd, acc.v[n]);
+        acc.v[n] = fma1(bf16_value(w.v[n * 2]), pair->even, acc.v[n]);
     }
     return acc;
 }
 
+#endif
+
+#if !defined(POISE_AVX512)
+inline F32 dot_pair(F32 acc, Pairs w, const uint32_t* pair) {
+    const FloatPair wide = widen(*pair);
+    return dot_pair(acc, w, &wide);
+}
 #endif
 
 // Whether vdpbf16ps may be used: set once at load after the CPU was asked and the instruction checked.

@@ -14,27 +14,29 @@ namespace {
 constexpr int PREFETCH = 1536;  // bytes ahead in the weight stream
 
 template <Format F> struct Group {
+    static constexpr bool FIVE = F == Q5_0 || F == Q5_1 || F == Q5_K;
+    static constexpr int BITS = F == Q8_0 ? 8 : F == Q6_K ? 6 : FIVE ? 5 : 4;
     static constexpr bool HAS_MINIMUM = F == Q4_1 || F == Q5_1 || F == Q4_K || F == Q5_K;
     static constexpr bool HALVES = F == Q6_K;  // scales per 16
-    static constexpr bool WIDE = F == Q8_0;    // weights need all 8 bits
     static constexpr int BYTES = FORMATS[F].group_bytes;
     static constexpr int SUPER = FORMATS[F].super_bytes;
-    // The zero point as a left shift of −8·S (−1: none).
-    static constexpr int ZERO_SHIFT = F == Q4_0 ? 0 : F == Q5_0 ? 1 : F == Q6_K ? 2 : F == Q8_0 ? 4 : -1;
-    static constexpr int SCALES = F == Q8_0 ? 512 : F == Q6_K ? 384 : (F == Q5_0 || F == Q5_1 || F == Q5_K) ? 320 : 256;
+    static constexpr int ZERO = F == Q4_0 ? 8 : F == Q5_0 ? 16 : F == Q6_K ? 32 : F == Q8_0 ? 128 : 0;
+    static constexpr int SCALES = F == Q8_0 ? 512 : F == Q6_K ? 384 : FIVE ? 320 : 256;
 
-    static inline void unpack(const uint8_t* p, Line w[8]) {
+    // The 8 quads of COLUMNS outputs, the first of which is `column`.
+    static inline void unpack(const uint8_t* p, int column, Quads w[8]) {
+        p += column * 4;
         if constexpr (F == Q8_0) {
-            for (int j = 0; j < 8; j++) w[j] = load_line(p + 64 * j);
+            for (int j = 0; j < 8; j++) w[j] = load_quads(p + 64 * j);
             return;
         }
         for (int j = 0; j < 4; j++) {
-            const Line packed = load_line(p + 64 * j);
+            const Quads packed = load_quads(p + 64 * j);
             w[j] = low_nibbles(packed);
             w[j + 4] = high_nibbles(packed);
         }
-        if constexpr (F == Q5_0 || F == Q5_1 || F == Q5_K) {
-            const Line plane = load_line(p + 256);
+        if constexpr (FIVE) {
+            const Quads plane = load_quads(p + 256);
             w[0] = w[0] | plane_bits<0, 1>(plane);
             w[1] = w[1] | plane_bits<1, 1>(plane);
             w[2] = w[2] | plane_bits<2, 1>(plane);
@@ -46,7 +48,7 @@ template <Format F> struct Group {
         }
         if constexpr (F == Q6_K) {
             for (int t = 0; t < 2; t++) {
-                const Line plane = load_line(p + 256 + 64 * t);
+                const Quads plane = load_quads(p + 256 + 64 * t);
                 w[4 * t] = w[4 * t] | plane_bits<0, 2>(plane);
                 w[4 * t + 1] = w[4 * t + 1] | plane_bits<2, 2>(plane);
                 w[4 * t + 2] = w[4 * t + 2] | plane_bits<4, 2>(plane);
@@ -56,76 +58,86 @@ template <Format F> struct Group {
     }
 
     // Scale and minimum of each output; `second` is the scale of k 16…31 where scales go by 16.
-    static inline void scales(const uint8_t* p, const uint8_t* super, F32& scale, F32& second, F32& minimum) {
+    static inline void scales(const uint8_t* p, const uint8_t* super, int column, ColF& scale, ColF& second, ColF& minimum) {
         p += SCALES;
         if constexpr (SUPER == 0) {
-            scale = load_f16((const uint16_t*)p);
-            if constexpr (HAS_MINIMUM) minimum = load_f16((const uint16_t*)(p + 32));
+            scale = load_f16_columns((const uint16_t*)p + column);
+            if constexpr (HAS_MINIMUM) minimum = load_f16_columns((const uint16_t*)p + 16 + column);
         } else if constexpr (F == Q6_K) {
-            const F32 d = load_f16((const uint16_t*)super);
-            scale = d * to_float(load_i8((const int8_t*)p));
-            second = d * to_float(load_i8((const int8_t*)p + 16));
+            const ColF d = load_f16_columns((const uint16_t*)super + column);
+            scale = d * to_float(load_i8_columns((const int8_t*)p + column));
+            second = d * to_float(load_i8_columns((const int8_t*)p + 16 + column));
         } else {
-            scale = load_f16((const uint16_t*)super) * to_float(load_u8(p));
-            minimum = negate(load_f16((const uint16_t*)(super + 32)) * to_float(load_u8(p + 16)));
+            scale = load_f16_columns((const uint16_t*)super + column) * to_float(load_u8_columns(p + column));
+            minimum = negate(load_f16_columns((const uint16_t*)super + 16 + column) * to_float(load_u8_columns(p + 16 + column)));
         }
     }
 };
 
-template <Format F> inline I32 start(const int32_t* minus_eight_s) {
-    if constexpr (Group<F>::ZERO_SHIFT < 0) return set1_i(0);
-    else return shift_left<Group<F>::ZERO_SHIFT>(broadcast_i(minus_eight_s));
+// −z·S, from the stored −8·S.
+template <Format F> inline ColI start(int32_t minus_eight_s) {
+    if constexpr (Group<F>::ZERO == 0 || (F == Q8_0 && SIGNED_BYTES)) return set_columns_i(0);
+    else return set_columns_i(minus_eight_s * (Group<F>::ZERO / 8));
+}
+
+// ROWS rows of one group: exact integer products, then the f32 chain.
+template <Format F, int MR, int ROWS>
+inline void rows_of_group(const Quads w[8], ColF scale, ColF second, ColF minimum, const uint8_t* tile, int m, ColF* acc) {
+    using G = Group<F>;
+    const int8_t* q = (const int8_t*)tile + m * 32;
+    const float* d = (const float*)(tile + MR * 32) + m;
+    const int32_t* s = (const int32_t*)(d + 2 * MR);
+    ColI t[ROWS], u[ROWS];
+    if constexpr (G::HALVES) {
+        for (int r = 0; r < ROWS; r++) t[r] = start<F>(s[MR + r]);
+        for (int r = 0; r < ROWS; r++) u[r] = start<F>(s[2 * MR + r]);
+        dot_group<G::BITS, 0, 4, ROWS>(w, q, t);
+        dot_group<G::BITS, 4, 8, ROWS>(w, q, u);
+        for (int r = 0; r < ROWS; r++) {
+            const ColF dm = set_columns(d[r]);
+            acc[r] = fma(to_float(u[r]), second * dm, fma(to_float(t[r]), scale * dm, acc[r]));
+        }
+        return;
+    }
+    for (int r = 0; r < ROWS; r++) t[r] = start<F>(s[r]);
+    if constexpr (MR == 1 && COLUMNS == 16) {  // two integer chains: the sum is exact in any order
+        u[0] = set_columns_i(0);
+        dot_group<G::BITS, 0, 4, ROWS>(w, q, t);
+        dot_group<G::BITS, 4, 8, ROWS>(w, q, u);
+        t[0] = t[0] + u[0];
+    } else {
+        dot_group<G::BITS, 0, 8, ROWS>(w, q, t);
+    }
+    for (int r = 0; r < ROWS; r++) {
+        acc[r] = fma(to_float(t[r]), scale * set_columns(d[r]), acc[r]);
+        if constexpr (G::HAS_MINIMUM) acc[r] = fma(minimum, set_columns(d[MR + r]), acc[r]);
+    }
 }
 
 template <Format F, int MR> void integer_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
     using G = Group<F>;
-    constexpr int STEP = MR < 4 ? MR : 4;  // rows whose dots are interleaved
-    F32 acc[MR];
-    for (int m = 0; m < MR; m++) acc[m] = zero();
-    const uint8_t* super = panel;
-    for (int g = 0; g < cols / 32; g++) {
-        if (G::SUPER && g % 8 == 0) {
-            super = panel;
-            panel += G::SUPER;
-        }
-        for (int line = 0; line < G::BYTES; line += 64) prefetch(panel + PREFETCH + line);
-        Line w[8];
-        G::unpack(panel, w);
-        F32 scale, second, minimum;
-        G::scales(panel, super, scale, second, minimum);
-        const int8_t* q = (const int8_t*)tile;
-        const float* d = (const float*)(tile + MR * 32);
-        const float* ds = d + MR;
-        const int32_t* s = (const int32_t*)(ds + MR);
-        for (int m = 0; m < MR; m += STEP) {
-            I32 t[STEP], u[STEP];
-            for (int i = 0; i < STEP; i++) t[i] = start<F>(s + (G::HALVES ? MR : 0) + m + i);
-            for (int i = 0; i < STEP; i++) u[i] = G::HALVES ? start<F>(s + 2 * MR + m + i) : set1_i(0);
-            // Two integer chains: the sum is exact in any order.
-            for (int j = 0; j < 4; j++)
-                for (int i = 0; i < STEP; i++) {
-                    t[i] = dot4<G::WIDE>(t[i], w[j], q + (m + i) * 32 + 4 * j);
-                    if constexpr (G::HALVES || MR == 1) u[i] = dot4<G::WIDE>(u[i], w[j + 4], q + (m + i) * 32 + 16 + 4 * j);
-                }
-            if constexpr (!(G::HALVES || MR == 1))
-                for (int j = 4; j < 8; j++)
-                    for (int i = 0; i < STEP; i++) t[i] = dot4<G::WIDE>(t[i], w[j], q + (m + i) * 32 + 4 * j);
-            for (int i = 0; i < STEP; i++) {
-                const F32 dm = set1(d[m + i]);
-                if constexpr (G::HALVES) {
-                    acc[m + i] = fma(to_float(t[i]), scale * dm, acc[m + i]);
-                    acc[m + i] = fma(to_float(u[i]), second * dm, acc[m + i]);
-                } else {
-                    const I32 sum = MR == 1 ? t[i] + u[i] : t[i];
-                    acc[m + i] = fma(to_float(sum), scale * dm, acc[m + i]);
-                    if constexpr (G::HAS_MINIMUM) acc[m + i] = fma(minimum, set1(ds[m + i]), acc[m + i]);
-                }
+    constexpr int ROWS = MR < DOT_ROWS ? MR : DOT_ROWS;
+    for (int column = 0; column < 16; column += COLUMNS) {
+        ColF acc[MR];
+        for (int m = 0; m < MR; m++) acc[m] = set_columns(0.0f);
+        const uint8_t *p = panel, *super = panel, *rows = tile;
+        for (int g = 0; g < cols / 32; g++) {
+            if (G::SUPER && g % 8 == 0) {
+                super = p;
+                p += G::SUPER;
             }
+            if (column == 0)
+                for (int line = 0; line < G::BYTES; line += 64) prefetch(p + PREFETCH + line);
+            Quads w[8];
+            G::unpack(p, column, w);
+            ColF scale, second, minimum;
+            G::scales(p, super, column, scale, second, minimum);
+            for (int m = 0; m < MR; m += ROWS) rows_of_group<F, MR, ROWS>(w, scale, second, minimum, rows, m, acc + m);
+            p += G::BYTES;
+            rows += MR * INT8_GROUP_BYTES;
         }
-        panel += G::BYTES;
-        tile += MR * INT8_GROUP_BYTES;
+        for (int m = 0; m < MR; m++) store(out + 16 * m + column, acc[m]);
     }
-    for (int m = 0; m < MR; m++) store(out + 16 * m, acc[m]);
 }
 
 template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
@@ -135,7 +147,14 @@ template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, 
     for (int k = 0; k < cols; k += 2) {
         prefetch(panel + PREFETCH);
         const Pairs w = load_pairs((const uint16_t*)panel);
-        for (int m = 0; m < MR; m++) acc[m] = dot_bf16<HARDWARE>(acc[m], w, pair + m);
+        for (int m = 0; m < MR; m++) {
+            if constexpr (HARDWARE) {
+                acc[m] = dot_pair(acc[m], w, pair + m);
+            } else {
+                const FloatPair wide = widen(pair[m]);
+                acc[m] = dot_pair(acc[m], w, &wide);
+            }
+        }
         panel += 64;
         pair += MR;
     }
@@ -177,21 +196,19 @@ template <int MR> void tile_of(const Matrix& w, int p, const uint8_t* tile, floa
 
 template <Format F> void dequantize(const Matrix& w, int row, float* out) {
     using G = Group<F>;
-    constexpr float ZERO[] = {8, 16, 32, 64, 128};
-    const float z = G::ZERO_SHIFT < 0 ? 0.0f : ZERO[G::ZERO_SHIFT < 0 ? 0 : G::ZERO_SHIFT];
     const uint8_t* panel = w.panel(row / 16);
     const uint8_t* super = panel;
-    const int n = row % 16;
+    const int n = row % 16, column = n / COLUMNS * COLUMNS;
     for (int g = 0; g < w.cols / 32; g++) {
         if (G::SUPER && g % 8 == 0) {
             super = panel;
             panel += G::SUPER;
         }
-        F32 scale, second, minimum = zero();
-        G::scales(panel, super, scale, second, minimum);
+        ColF scale, second = set_columns(0.0f), minimum = set_columns(0.0f);
+        G::scales(panel, super, column, scale, second, minimum);
         float s[16], t[16], m[16];
         store(s, scale);
-        if constexpr (G::HALVES) store(t, second);
+        store(t, second);
         store(m, minimum);
         for (int k = 0; k < 32; k++) {
             const int j = k / 4, byte = n * 4 + k % 4;
@@ -199,11 +216,11 @@ template <Format F> void dequantize(const Matrix& w, int row, float* out) {
             if (F == Q8_0) u = panel[j * 64 + byte];
             else {
                 u = j < 4 ? panel[j * 64 + byte] & 15 : panel[(j - 4) * 64 + byte] >> 4;
-                if (F == Q5_0 || F == Q5_1 || F == Q5_K) u |= ((panel[256 + byte] >> j) & 1) << 4;
+                if (G::FIVE) u |= ((panel[256 + byte] >> j) & 1) << 4;
                 if (F == Q6_K) u |= ((panel[256 + (j / 4) * 64 + byte] >> (2 * (j % 4))) & 3) << 4;
             }
-            const float product = ((float)u - z) * (G::HALVES && k >= 16 ? t[n] : s[n]);
-            out[g * 32 + k] = G::HAS_MINIMUM ? product + m[n] : product;  // the product is exact where there is a minimum
+            const float product = (float)(u - G::ZERO) * (G::HALVES && k >= 16 ? t : s)[n - column];
+            out[g * 32 + k] = G::HAS_MINIMUM ? product + m[n - column] : product;  // the product is exact where there is a minimum
         }
         panel += G::BYTES;
     }
@@ -215,8 +232,10 @@ void gemm(const Matrix& w, int panel, const uint8_t* tile, int height, float* ou
     switch (height) {
         case 1: return tile_of<1>(w, panel, tile, out);
         case 2: return tile_of<2>(w, panel, tile, out);
-#if defined(POISE_AVX512)
+#if defined(POISE_AVX512) || defined(POISE_AVX2)
         case 8: return tile_of<8>(w, panel, tile, out);
+#endif
+#if defined(POISE_AVX512)
         case 16: return tile_of<16>(w, panel, tile, out);
 #endif
         default: return tile_of<4>(w, panel, tile, out);

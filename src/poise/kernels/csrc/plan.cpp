@@ -23,7 +23,7 @@ Range share(int count, int worker, int workers) {
 
 size_t attention_scratch_floats(int head_dim) {
     const size_t state = 2 * MAX_UNITS + (size_t)MAX_UNITS * head_dim;
-    return 2 * state + 6 * 64 + (6 * 64 + 32 * (size_t)head_dim) / 2 + 16;
+    return 2 * state + 2 * 6 * 64 + (size_t)MAX_UNITS * head_dim + (6 * 64 + 32 * (size_t)head_dim) / 2 + 16;
 }
 
 Plan::Plan(std::shared_ptr<Pool> pool, const KernelTable* kernels, int max_rows, int logit_tile, KVLayout kv, int num_blocks)

@@ -25,6 +25,8 @@ bool dot_bf16_is_exact();
 const KernelTable& table() {
 #if defined(POISE_AVX512)
     constexpr int tile = 16;
+#elif defined(POISE_AVX2)
+    constexpr int tile = 8;
 #else
     constexpr int tile = 4;
 #endif
