@@ -148,6 +148,8 @@ def curl_line(info: EngineInfo, settings: Settings, url: str) -> str:
         {
             "model": info.model,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+            "max_tokens": 64,
         }
     ).replace("'", "'\\''")
     key = " -H 'Authorization: Bearer KEY'" if settings.server.api_keys else ""
