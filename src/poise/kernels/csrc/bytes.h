@@ -42,9 +42,13 @@ inline ColI load_i8_columns(const int8_t* p) { return load_i8(p); }
 inline ColF set_columns(float x) { return set1(x); }
 inline ColI set_columns_i(int32_t x) { return set1_i(x); }
 
-// g++ 12 does not fold the broadcast into the instruction by itself.
+// g++ 12 does not fold the broadcast into the instructions by itself. A build that emulates AVX-512 defines these two itself.
+#ifndef POISE_VPDPBUSD
+#define POISE_VPDPBUSD(acc, w, q) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t*)(q)))
+#define POISE_VDPBF16PS(acc, w, pair) asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(pair)))
+#endif
 inline I32 dot4(I32 acc, Quads w, const int8_t* q) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*(const int32_t*)q));
+    POISE_VPDPBUSD(acc.v, w.v, q);
     return acc;
 }
 template <int BITS, int FIRST, int LAST, int ROWS> inline void dot_group(const Quads* w, const int8_t* q, ColI* acc) {
@@ -59,7 +63,7 @@ inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T
 struct Pairs { __m512i v; };
 inline Pairs load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
 inline F32 dot_pair(F32 acc, Pairs w, const uint32_t* pair) {
-    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*pair));
+    POISE_VDPBF16PS(acc.v, w.v, pair);
     return acc;
 }
 inline F32 dot_pair(F32 acc, Pairs w, const FloatPair* pair) {
