@@ -7,6 +7,7 @@ reported before anything is loaded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import signal
@@ -30,8 +31,9 @@ from poise.config import (
 )
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from poise.engine.client import EngineInfo
-    from poise.engine.llm_engine import LLMEngine
 
 CHAT_TOKENS = 2048  # what one chat is taken to hold, where the context allows it
 TEXT_FORMATTER = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
@@ -55,44 +57,42 @@ def command(settings: Settings, explain: bool) -> None:
 
 
 def serve(settings: Settings) -> None:
-    """Serves until SIGTERM or Ctrl-C; while the model loads, either ends the process at once with status 0."""
-    import uvloop
-
-    from poise.server.run import bind_socket
-
-    bound = bind_socket(settings.server.host, settings.server.port)
-    signal.signal(signal.SIGTERM, _interrupt)
-    set_up_logging(settings.server.log_format)
-    try:
-        engine = load_engine(settings)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, bound, engine))
-    except KeyboardInterrupt:
-        return
-
-
-async def _serve(settings: Settings, bound: socket.socket, engine: LLMEngine) -> None:
-    from poise.engine.async_client import InProcessClient
-    from poise.server.app import create_app
-    from poise.server.run import Server
-
-    app = create_app(
-        InProcessClient.from_engine(engine),
-        engine.tokenizer,
-        settings.server,
-        engine.metrics.registry,
-        version=__version__,
-    )
-    url = url_of(bound)
-    lines = start_lines(engine.info, settings, url)
-    server = Server(
-        app, settings.server.shutdown_timeout, on_started=lambda: click.echo("\n".join(lines))
-    )
-    await server.serve(sockets=[bound])
+    """Serves until SIGTERM or Ctrl-C, which also end it cleanly while it is still starting."""
+    signal.signal(signal.SIGTERM, _interrupt)  # until the server takes the signals
+    with contextlib.suppress(KeyboardInterrupt):
+        _serve(settings)
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _serve(settings: Settings) -> None:
+    from poise.engine.async_client import InProcessClient
+    from poise.server.app import create_app
+    from poise.server.run import bind_socket, run_server
+
+    bound = bind_socket(settings.server.host, settings.server.port)
+    set_up_logging(settings.server.log_format)
+    lines: list[str] = []
+
+    async def make_app() -> Starlette:
+        engine = await asyncio.to_thread(load_engine, settings)
+        lines.extend(start_lines(engine.info, settings, url_of(bound)))
+        return create_app(
+            InProcessClient.from_engine(engine),
+            engine.tokenizer,
+            settings.server,
+            engine.metrics.registry,
+            version=__version__,
+        )
+
+    run_server(
+        make_app,
+        bound,
+        shutdown_timeout=settings.server.shutdown_timeout,
+        on_started=lambda: click.echo("\n".join(lines)),
+    )
 
 
 def set_up_logging(log_format: str) -> None:

@@ -75,7 +75,10 @@ def test_json_log_lines_are_json() -> None:
     assert other == {"level": "info", "message": 'say "no"'}
 
 
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poise.cli.serve.signal.signal", lambda number, handler: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
