@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-
 from native_ops import (
     ISAS,
     THREADS,
@@ -18,6 +17,7 @@ from native_ops import (
     hostile_rows,
     vector,
 )
+
 from poise.kernels.ops import KVShape, RopeTable, Step
 from poise.kernels.reference import ReferenceBackend
 

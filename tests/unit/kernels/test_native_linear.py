@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-
 from native_ops import (
     FLOAT_TYPES,
     ISAS,
@@ -23,6 +22,7 @@ from native_ops import (
     vector,
     weights,
 )
+
 from poise.kernels.reference import ReferenceBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -176,13 +176,13 @@ def test_embed(type_name, isa):
             table = replace(table, data=data)
         order = np.random.default_rng(12).permutation(outputs).astype(np.int32)
         ids = np.random.default_rng(13).integers(0, outputs, MAX_ROWS).astype(np.int32)
-        for table in (table, replace(table, row_order=order)):
+        for ordered in (table, replace(table, row_order=order)):
             reference = ReferenceBackend(NO_KV)
             reference.begin(rows_step(MAX_ROWS, ids))
-            expected = reference.embed(reference.matrix(table))
+            expected = reference.embed(reference.matrix(ordered))
             for threads in THREADS:
                 native = backend(isa, threads)
-                out = native.embed(native.matrix(table))
+                out = native.embed(native.matrix(ordered))
                 native.run(rows_step(MAX_ROWS, ids))
                 note = f"{outputs}x{columns}, {threads} threads"
                 assert_same_bits(native.plan.buffer_view(out, MAX_ROWS), expected, note)

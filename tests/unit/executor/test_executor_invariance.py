@@ -1,0 +1,100 @@
+"""A row's logits have the same bits in any company, order, chunk, block size, thread count and variant: whole models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from native_models import (
+    MAX_TOKENS,
+    NUM_BLOCKS,
+    Part,
+    Reference,
+    load,
+    native_logits,
+    poison,
+    tiny_gguf,
+)
+
+from poise.kernels.cpu import available_isas
+
+ISAS = available_isas()
+LENGTH = 150
+every_architecture = pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+every_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def random_ids(count, seed=0):
+    return np.random.default_rng(seed).integers(3, 288, count)
+
+
+def assert_same(actual, expected, note):
+    assert np.array_equal(actual.view(np.uint32), expected.view(np.uint32)), note
+
+
+@every_isa
+@every_architecture
+def test_native_equals_the_reference(architecture, isa, folder, monkeypatch):
+    path = tiny_gguf(folder, architecture)
+    parts = [Part(random_ids(70), 0, np.arange(5)), Part(random_ids(9, 1), 0, np.array([7]))]
+    expected = Reference(path, "exact").logits(parts)
+    assert np.isfinite(expected).all()
+    for threads in (1, 2, 3):
+        actual = native_logits(load(path, monkeypatch, isa, threads), parts)
+        assert_same(actual, expected, f"{threads} threads")
+
+
+@every_architecture
+def test_chunks_blocks_threads_and_variants(architecture, folder, monkeypatch):
+    path = tiny_gguf(folder, architecture)
+    ids = random_ids(LENGTH)
+    expected = None
+    for isa in ISAS:
+        for threads, block_size in ((1, 16), (2, 32), (3, 64)):
+            loaded = load(path, monkeypatch, isa, threads, block_size)
+            blocks = np.random.default_rng(2).permutation(loaded.num_blocks)
+            blocks = blocks[: -(-LENGTH // block_size)]
+            for chunk in (LENGTH, 1, 15, 16, 17, 63, 64, 65):
+                poison(loaded)
+                rows = [
+                    native_logits(loaded, [Part(ids[first : first + chunk], first, blocks)])
+                    for first in range(0, LENGTH, chunk)
+                ]
+                actual = np.concatenate(rows)
+                expected = actual if expected is None else expected
+                note = f"{isa}, {threads} threads, blocks of {block_size}, chunks of {chunk}"
+                assert_same(actual, expected, note)
+
+
+@every_isa
+@every_architecture
+def test_company_and_order(architecture, isa, folder, monkeypatch):
+    """1 … 40 sequences of which some go on and some begin, in any order, recycled pages between steps."""
+    loaded = load(tiny_gguf(folder, architecture), monkeypatch, isa, threads=2)
+    random = np.random.default_rng(4)
+    sequences = []
+    for index in range(40):
+        known, rows = (int(random.integers(0, 40)), int(random.integers(1, 12)))
+        sequences.append((random_ids(known + rows, 100 + index), known))
+    alone = []
+    for ids, known in sequences:
+        native_logits(loaded, [Part(ids, 0, np.arange(4))])
+        alone.append(native_logits(loaded, [Part(ids[known:], known, np.arange(4))]))
+    for company in (1, 2, 3, 5, 8, 17, 33, 40) if isa == "baseline" else range(1, 41):
+        poison(loaded)
+        chosen = random.permutation(40)[:company]
+        blocks = random.permutation(NUM_BLOCKS)[: 4 * company].reshape(company, 4)
+        first = [Part(sequences[s][0], 0, b) for s, b in zip(chosen, blocks)]
+        for part in first:  # some KV of each is there, written in other company
+            native_logits(loaded, [part])
+        parts = [
+            Part(sequences[s][0][sequences[s][1] :], sequences[s][1], b)
+            for s, b in zip(chosen, blocks)
+        ]
+        assert sum(len(part.token_ids) for part in parts) <= MAX_TOKENS
+        expected = np.concatenate([alone[s] for s in chosen])
+        assert_same(native_logits(loaded, parts), expected, f"company of {company}")
