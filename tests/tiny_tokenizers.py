@@ -39,7 +39,21 @@ def sentencepiece_metadata(space_prefix: bool = True) -> dict[str, object]:
     user_defined = ["▁▁", "▁▁▁", "<think>"]
     pieces = [
         *"▁helowrd<|>/imsta_n日本é.",
-        *("he", "ll", "hell", "hello", "▁hello", "or", "wor", "ld", "world", "▁world", "<s", "im", "日本"),
+        *(
+            "he",
+            "ll",
+            "hell",
+            "hello",
+            "▁hello",
+            "or",
+            "wor",
+            "ld",
+            "world",
+            "▁world",
+            "<s",
+            "im",
+            "日本",
+        ),
     ]
     tokens = [*control, *byte_tokens, *user_defined, *pieces]
     types = [2, *[3] * (len(control) - 1), *[6] * 256, *[4] * 3, *[1] * len(pieces)]
@@ -47,9 +61,7 @@ def sentencepiece_metadata(space_prefix: bool = True) -> dict[str, object]:
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.scores": [
-            0.0 if kind != 1 else -float(i) for i, kind in enumerate(types)
-        ],
+        "tokenizer.ggml.scores": [0.0 if kind != 1 else -float(i) for i, kind in enumerate(types)],
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,

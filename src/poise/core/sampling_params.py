@@ -100,7 +100,12 @@ class SamplingParams:
             for token, bias in self.logit_bias.items():
                 _integer("logit_bias", token, 0, 2**31 - 1)
                 _number("logit_bias", bias, -100.0, 100.0)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(
                     f"{name} is {getattr(self, name)!r}, expected true or false", name
@@ -114,7 +119,8 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise InvalidRequestError(
-                        f"{name} holds token id {token}, the vocabulary ends at {vocab_size - 1}", name
+                        f"{name} holds token id {token}, the vocabulary ends at {vocab_size - 1}",
+                        name,
                     )
 
     @property

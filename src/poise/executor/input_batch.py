@@ -29,7 +29,9 @@ class RequestState:
     num_blocks: int
     sampling: SamplingState
     wants_logprobs: bool
-    prompt_logprobs: int | None  # how many alternatives at each prompt position; None: not asked for
+    prompt_logprobs: (
+        int | None
+    )  # how many alternatives at each prompt position; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,13 @@ class InputBatch:
     """Keeps request states and fills the arrays of each step."""
 
     def __init__(
-        self, *, vocab_size: int, max_rows: int, max_num_seqs: int, max_model_len: int, block_size: int
+        self,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len

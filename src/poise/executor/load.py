@@ -80,7 +80,9 @@ def load_executor(
         max_model_len=max_model_len,
         block_size=cache.block_size,
     )
-    identity = f"{checkpoint.digest()}|activations=auto|kv=bf16|numerics={NUMERICS_VERSION}".encode()
+    identity = (
+        f"{checkpoint.digest()}|activations=auto|kv=bf16|numerics={NUMERICS_VERSION}".encode()
+    )
     return LoadedExecutor(
         executor=ModelRunner(backend, batch),
         kv_groups=[KVGroupSpec("full", config.num_layers)],

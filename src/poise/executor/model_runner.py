@@ -13,7 +13,6 @@ from poise.kernels.cpu.backend import CPUBackend
 from poise.sampling.rows import OK, token_ids, token_logprobs
 
 
-
 class ModelRunner:
     """Executor over a recorded model (see `core.output.Executor`)."""
 

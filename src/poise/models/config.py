@@ -51,4 +51,6 @@ class TokenizerData:
     eos_token_ids: tuple[int, ...] = ()
     add_bos_token: bool = False
     chat_template: str | None = None
-    special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, … for templates
+    special_tokens: dict[str, str] = field(
+        default_factory=dict
+    )  # bos_token, eos_token, … for templates

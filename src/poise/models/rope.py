@@ -1,6 +1,6 @@
 """Inverse frequencies of rotary embeddings, the same on every machine.
 
-1/theta^(2i/dim) in decimal arithmetic, rounded once to float32, then divided (float32) by the pair's factor.
+1/theta^(2i/dim) in decimal arithmetic, rounded to float64 and float32, then divided (float32) by the pair's factor.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from decimal import Decimal, localcontext
 
 import numpy as np
+from numpy.typing import NDArray
 
 from poise.kernels.ops import RopeTable
 from poise.models.config import RopeConfig
@@ -19,7 +20,7 @@ def rope_table(rope: RopeConfig) -> RopeTable:
         context.prec = 30
         base = Decimal(rope.theta)
         exact = [float(base ** (Decimal(-2 * i) / Decimal(rope.dim))) for i in range(rope.dim // 2)]
-    frequencies = np.array(exact, dtype=np.float64).astype(np.float32)
+    frequencies: NDArray[np.float32] = np.array(exact, dtype=np.float64).astype(np.float32)
     if rope.factors is not None:
-        frequencies = frequencies / np.array(rope.factors, dtype=np.float32)
+        frequencies = (frequencies / np.array(rope.factors, dtype=np.float32)).astype(np.float32)
     return RopeTable(frequencies)

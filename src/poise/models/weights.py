@@ -23,13 +23,20 @@ class Source:
 
     def layer(self, index: int) -> Source:
         """The weights of one layer, under their short names."""
-        return self.once(f"layers.{index}", lambda: Source(self._ops, self._checkpoint, f"layers.{index}."))
+        made: Source = self.once(
+            f"layers.{index}", lambda: Source(self._ops, self._checkpoint, f"layers.{index}.")
+        )
+        return made
 
     def matrix(self, name: str) -> Handle:
-        return self.once(name, lambda: self._ops.matrix(self._checkpoint.tensor(self._prefix + name)))
+        return self.once(
+            name, lambda: self._ops.matrix(self._checkpoint.tensor(self._prefix + name))
+        )
 
     def vector(self, name: str) -> Handle:
-        return self.once(name, lambda: self._ops.vector(self._checkpoint.tensor(self._prefix + name)))
+        return self.once(
+            name, lambda: self._ops.vector(self._checkpoint.tensor(self._prefix + name))
+        )
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returned the first time it was asked for under this name."""

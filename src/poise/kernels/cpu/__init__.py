@@ -16,6 +16,8 @@ except ImportError as error:
         f"the native extension can't be loaded ({error}); reinstall poise on Linux or macOS"
     ) from error
 
+__all__ = ["available_isas", "isa", "native"]
+
 _available: list[str] = native.available_isas()
 
 

@@ -27,7 +27,7 @@ class CPUBackend:
         max_rows: int,
         threads: int,
         variant: str | None = None,
-        pool: object | None = None,
+        pool: native.Pool | None = None,
     ) -> None:
         self.variant = variant or isa()
         self.pool = pool or native.Pool(threads)
@@ -93,9 +93,7 @@ class CPUBackend:
         out = self._buffer("q", num_heads * head_dim // 2)  # bf16, two to a float
         self._heads[out] = (num_heads, head_dim)
         scale = float(np.float32(float(head_dim) ** -0.5))
-        self.plan.rope_kv_write(
-            qkv, frequencies, layer, num_heads, q_norm, k_norm, eps, scale, out
-        )
+        self.plan.rope_kv_write(qkv, frequencies, layer, num_heads, q_norm, k_norm, eps, scale, out)
         return out
 
     def attention(self, q: int, layer: int) -> int:

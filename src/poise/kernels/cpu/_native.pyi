@@ -1,0 +1,153 @@
+"""
+Native CPU backend: packed weights, paged KV, plans replayed by a pool of workers.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+def available_isas() -> list[str]:
+    """
+    Instruction sets that this build holds and this CPU runs, slowest first.
+    """
+
+def max_tile(isa: str) -> int:
+    """Rows of a full tile."""
+
+def sample_rows(
+    logits: Annotated[
+        NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+    ],
+    rows: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    isa: str,
+) -> bytes: ...
+def philox(seed: int, block: int, position: int, choice: int, stream: int, isa: str) -> list[int]: ...
+def sampling_row_fields() -> list[tuple[str, int, str]]: ...
+def sampling_result_fields() -> list[tuple[str, int, str]]: ...
+
+SAMPLING_ROW_BYTES: int = 120
+
+SAMPLING_RESULT_BYTES: int = 180
+
+class Pool:
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+class Arena:
+    def __init__(self) -> None: ...
+    @property
+    def used_bytes(self) -> int: ...
+
+class Matrix:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Vector:
+    @property
+    def size(self) -> int: ...
+
+def pack(
+    pool: Pool,
+    arena: Arena,
+    type: str,
+    data: Annotated[
+        NDArray[numpy.uint8], dict(shape=(None, None), order="C", device="cpu", writable=False)
+    ],
+    cols: int,
+    row_order: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ]
+    | None,
+) -> Matrix: ...
+def vector(
+    arena: Arena,
+    values: Annotated[
+        NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+) -> Vector: ...
+
+class Pages:
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, num_blocks: int
+    ) -> None: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    def fill(self, block: int, byte: int) -> None:
+        """Fills a page with a byte: tests poison recycled pages so."""
+
+    def view(self) -> Annotated[NDArray[numpy.uint16], dict(shape=(None, None))]:
+        """uint16 [blocks, values per page]: the pages themselves."""
+
+class Plan:
+    def __init__(
+        self, pool: Pool, isa: str, max_rows: int, logit_tile: int, pages: Pages
+    ) -> None: ...
+    def buffer(self, width: int) -> int: ...
+    def buffer_view(
+        self, index: int, rows: int
+    ) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
+    def embed(self, table: object, out: int) -> None: ...
+    def norm_linear(
+        self,
+        x: int,
+        norm: object,
+        eps: float,
+        weights: Sequence[object],
+        biases: Sequence[object],
+        out: int,
+    ) -> None: ...
+    def rope_kv_write(
+        self,
+        qkv: int,
+        inverse_frequencies: object,
+        layer: int,
+        num_heads: int,
+        q_norm: object | None,
+        k_norm: object | None,
+        eps: float,
+        q_scale: float,
+        out: int,
+    ) -> None: ...
+    def attention(self, q: int, layer: int, num_heads: int, out: int) -> None: ...
+    def linear_residual(self, a: int, weight: object, x: int) -> None: ...
+    def gated_mlp(
+        self, x: int, norm: object, eps: float, gate: object, up: object, down: object, hidden: int
+    ) -> None: ...
+    def logits(self, x: int, norm: object, eps: float, output: object) -> None: ...
+    def run(
+        self,
+        token_ids: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        positions: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        query_start: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        block_tables: Annotated[
+            NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        logit_rows: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        sampling: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")]
+        | None,
+        results: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")]
+        | None,
+        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")]
+        | None = None,
+    ) -> None: ...
