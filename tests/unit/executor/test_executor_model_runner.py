@@ -109,6 +109,20 @@ def test_prompt_logprobs_are_the_same_in_chunks(folder, isa, monkeypatch):
     assert chunks[-1].token_ids[2] == whole.token_ids[1]
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_chunk_that_wants_no_logits(folder, isa, monkeypatch):
+    """A prompt in two chunks, the first of which reports nothing, draws what the whole prompt draws."""
+    executor = load(tiny_gguf(folder, "llama"), monkeypatch, isa, threads=2).executor
+    ids = list(range(20, 60))
+    whole = output([rows(1, 0, 40, samples=True)], [greedy(1, ids, [0, 1, 2])])
+    expected = executor.execute(whole)
+    first = executor.execute(output([rows(2, 0, 30)], [greedy(2, ids, [6, 5, 4])]))
+    assert first.token_ids == {}
+    last = executor.execute(output([rows(2, 30, 10, samples=True)]))
+    assert last.token_ids[2] == expected.token_ids[1]
+    assert last.logprobs[2] == expected.logprobs[1]
+
+
 def test_an_empty_step_draws_nothing(folder, monkeypatch):
     executor = load(tiny_gguf(folder, "llama"), monkeypatch, ISAS[-1]).executor
     assert executor.execute(output([])).token_ids == {}

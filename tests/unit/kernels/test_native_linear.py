@@ -24,6 +24,7 @@ from native_ops import (
 )
 
 from poise.kernels.reference import ReferenceBackend
+from poise.weights.checkpoint import RawTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 EPS = 1e-5
@@ -73,6 +74,47 @@ def test_linear_residual(type_name, isa, row_counts):
                 native.run(rows_step(rows))
                 note = f"{outputs}x{columns}, {threads} threads, {rows} rows"
                 assert_same_bits(native.plan.buffer_view(target, rows), expected[:rows], note)
+
+
+@every_isa
+@every_type
+def test_rows_that_outgrow_the_cache(type_name, isa):
+    """Wide rows are multiplied in several passes over the panels; the passes change no bit."""
+    weight, a, x, expected = residual_case(type_name, 21, 4096)
+    for threads in THREADS:
+        native = backend(isa, threads)
+        source, target = native.plan.buffer(4096), native.plan.buffer(21)
+        native.linear_residual(source, native.matrix(weight), target)
+        for rows in (15, 16, 17, 33, 40, 70):
+            native.plan.buffer_view(source, rows)[...] = a[:rows]
+            native.plan.buffer_view(target, rows)[...] = x[:rows]
+            native.run(rows_step(rows))
+            note = f"{threads} threads, {rows} rows"
+            assert_same_bits(native.plan.buffer_view(target, rows), expected[:rows], note)
+
+
+@every_isa
+@pytest.mark.parametrize("columns", [1, 3])
+def test_products_around_the_smallest_normal_number(columns, isa):
+    """Zero or 2^-126: what decides is the result rounded to 24 bits, as if the exponent had no end."""
+    random = np.random.default_rng(columns)
+    steps = random.integers(-4096, 4097, (53, columns)), random.integers(-4096, 4097, (70, columns))
+    w, a = ((2.0**-63 * (1 + step * 2.0**-23)).astype(np.float32) for step in steps)
+    w[0, 1:], w[1::3, 1:], w[2::3, 1:] = 0, 0, -w[2::3, 1:]
+    w[0, 0], a[0, 0] = 2.0**-63 * (1 + 2.0**-13), 2.0**-63 * (1 - 2.0**-13)  # rounds up to 2^-126
+    data = w.view(np.uint8).reshape(53, -1)
+    weight = RawTensor("weight", "F32", w.shape, data)
+    reference = ReferenceBackend(NO_KV)
+    expected = reference.linear_residual(a, reference.matrix(weight), np.zeros((70, 53), "f4"))
+    assert (expected == 0).any()
+    assert (np.abs(expected) == np.float32(2.0**-126)).any()
+    native = backend(isa, 2)
+    source, target = native.plan.buffer(columns), native.plan.buffer(53)
+    native.linear_residual(source, native.matrix(weight), target)
+    native.plan.buffer_view(source, 70)[...] = a
+    native.plan.buffer_view(target, 70)[...] = 0
+    native.run(rows_step(70))
+    assert_same_bits(native.plan.buffer_view(target, 70), expected)
 
 
 MIXES = [
