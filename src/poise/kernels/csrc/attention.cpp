@@ -21,16 +21,15 @@ constexpr int MICRO = 4, TILES = 1;  // 4 × 1 pair of 16 registers
 template <int U, class Pair> void scores(const Pair* const* q, const uint16_t* const keys[4], int pairs, float* s) {
     for (int first = 0; first < 4; first += TILES) {
         F32 acc[U][TILES];
-        for (int u = 0; u < U; u++)
-            for (int t = 0; t < TILES; t++) acc[u][t] = zero();
+        unrolled<U * TILES>([&](auto i) POISE_INLINE { acc[i / TILES][i % TILES] = zero(); });
         for (int k = 0; k < pairs; k++) {
             Pairs w[TILES];
-            for (int t = 0; t < TILES; t++) w[t] = load_pairs(keys[first + t] + (size_t)k * 32);
-            for (int u = 0; u < U; u++)
-                for (int t = 0; t < TILES; t++) acc[u][t] = dot_pair(acc[u][t], w[t], q[u] + k);
+            unrolled<TILES>([&](auto t) POISE_INLINE { w[t] = load_pairs(keys[first + t] + (size_t)k * 32); });
+            unrolled<U * TILES>([&](auto i) POISE_INLINE {
+                acc[i / TILES][i % TILES] = dot_pair(acc[i / TILES][i % TILES], w[i % TILES], q[i / TILES] + k);
+            });
         }
-        for (int u = 0; u < U; u++)
-            for (int t = 0; t < TILES; t++) store(s + u * BLOCK + (first + t) * 16, acc[u][t]);
+        unrolled<U * TILES>([&](auto i) POISE_INLINE { store(s + i / TILES * BLOCK + (first + i % TILES) * 16, acc[i / TILES][i % TILES]); });
     }
 }
 
@@ -39,21 +38,21 @@ template <int U, int WIDTH, class Pair>
 void values(const Pair* const* p, const uint16_t* const v[4], int head_dim, int column, const float* c, const bool* first,
             float* const* acc_rows) {
     F32 acc[U][WIDTH];
-    for (int u = 0; u < U; u++)
-        for (int t = 0; t < WIDTH; t++) {
-            if (first[u]) acc[u][t] = zero();
-            else acc[u][t] = load(acc_rows[u] + column + t * 16) * set1(c[u]);
-        }
+    unrolled<U * WIDTH>([&](auto i) POISE_INLINE {
+        constexpr int u = i / WIDTH, t = i % WIDTH;
+        acc[u][t] = first[u] ? zero() : load(acc_rows[u] + column + t * 16) * set1(c[u]);
+    });
     for (int tile = 0; tile < 4; tile++)
         for (int k = 0; k < 8; k++) {
             const uint16_t* row = v[tile] + ((size_t)k * head_dim + column) * 2;
             Pairs w[WIDTH];
-            for (int t = 0; t < WIDTH; t++) w[t] = load_pairs(row + t * 32);
-            for (int u = 0; u < U; u++)
-                for (int t = 0; t < WIDTH; t++) acc[u][t] = dot_pair(acc[u][t], w[t], p[u] + tile * 8 + k);
+            unrolled<WIDTH>([&](auto t) POISE_INLINE { w[t] = load_pairs(row + t * 32); });
+            unrolled<U * WIDTH>([&](auto i) POISE_INLINE {
+                constexpr int u = i / WIDTH, t = i % WIDTH;
+                acc[u][t] = dot_pair(acc[u][t], w[t], p[u] + tile * 8 + k);
+            });
         }
-    for (int u = 0; u < U; u++)
-        for (int t = 0; t < WIDTH; t++) store(acc_rows[u] + column + t * 16, acc[u][t]);
+    unrolled<U * WIDTH>([&](auto i) POISE_INLINE { store(acc_rows[i / WIDTH] + column + i % WIDTH * 16, acc[i / WIDTH][i % WIDTH]); });
 }
 
 template <int U, class Pair>

@@ -6,8 +6,8 @@ namespace poise {
 namespace POISE_NS {
 
 // A column vector covers COLUMNS outputs of a panel: all 16 where the registers are wide (or the code portable), 8 with AVX2.
-// `Quads` is one 4-k line of unsigned weights of these outputs; `dot_group` adds the exact integer products of a group's quads
-// FIRST … LAST-1 with the activations of ROWS rows (32 bytes apart).
+// `Quads` is one 4-k line of unsigned weights of these outputs; `dot_group` adds the exact integer products of the quads
+// FIRST … LAST-1 of V column vectors with the activations of ROWS rows (32 bytes apart).
 
 inline float bf16_value(uint16_t upper) {
     const uint32_t u = (uint32_t)upper << 16;
@@ -51,9 +51,11 @@ inline I32 dot4(I32 acc, Quads w, const int8_t* q) {
     POISE_VPDPBUSD(acc.v, w.v, q);
     return acc;
 }
-template <int BITS, int FIRST, int LAST, int ROWS> inline void dot_group(const Quads* w, const int8_t* q, ColI* acc) {
-    for (int j = FIRST; j < LAST; j++)
-        for (int r = 0; r < ROWS; r++) acc[r] = dot4(acc[r], w[j], q + r * 32 + 4 * j);
+template <int BITS, int FIRST, int LAST, int ROWS, int V>
+POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*acc)[V]) {
+    unrolled<LAST - FIRST>([&](auto j) POISE_INLINE {
+        unrolled<ROWS>([&](auto r) POISE_INLINE { acc[r][0] = dot4(acc[r][0], w[0][FIRST + j], q + r * 32 + 4 * (FIRST + j)); });
+    });
 }
 constexpr bool SIGNED_BYTES = false;  // i8: u = w + 128 is used as it is
 constexpr int DOT_ROWS = 4;           // rows whose dots are interleaved
@@ -100,31 +102,43 @@ inline ColF set_columns(float x) { return {_mm256_set1_ps(x)}; }
 inline ColI set_columns_i(int32_t x) { return {_mm256_set1_epi32(x)}; }
 
 inline __m256i broadcast_quad(const int8_t* q) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)q)); }
-// Sums of pairs stay below 2¹⁵ over 8 quads of i4 (8 · 2 · 15 · 127), 4 of i5 and 2 of i6, and only then widen to 32 bits.
-// i8 takes |w| and moves the sign to the activation (2 · 128 · 127): the sum of w·q itself, so no zero point is subtracted.
-template <int BITS, int FIRST, int LAST, int ROWS> inline void dot_group(const Quads* w, const int8_t* q, ColI* acc) {
-    const __m256i ones = _mm256_set1_epi16(1);
+// i8 takes |w| and moves the sign to the activation (2 · 128 · 127 < 2¹⁵): the sum of w·q itself, so no zero point is subtracted.
+template <int BITS> inline __m256i multiply_pairs(__m256i w, __m256i b) {
+    if constexpr (BITS == 8) {
+        const __m256i signed_w = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+        return _mm256_maddubs_epi16(_mm256_abs_epi8(signed_w), _mm256_sign_epi8(b, signed_w));
+    }
+    return _mm256_maddubs_epi16(w, b);
+}
+// Sums of pairs stay below 2¹⁵ over 8 quads of i4 (8 · 2 · 15 · 127), 4 of i5 and 2 of i6; only then do they widen to 32 bits.
+template <int BITS, int FIRST, int LAST, int ROWS, int V>
+POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*acc)[V]) {
     constexpr int RUN = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
-    for (int r = 0; r < ROWS; r++) {
-        for (int begin = FIRST; begin < LAST; begin += RUN) {
-            __m256i sum;
-            for (int j = begin; j < begin + RUN && j < LAST; j++) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int begin = FIRST; begin < LAST; begin += RUN) {
+        __m256i sum[ROWS][V];
+        unrolled<ROWS>([&](auto r) POISE_INLINE {
+            const __m256i b = broadcast_quad(q + r * 32 + 4 * begin);
+            unrolled<V>([&](auto v) POISE_INLINE { sum[r][v] = multiply_pairs<BITS>(w[v][begin].v, b); });
+        });
+        unrolled<RUN - 1>([&](auto i) POISE_INLINE {
+            const int j = begin + 1 + i;
+            unrolled<ROWS>([&](auto r) POISE_INLINE {
                 const __m256i b = broadcast_quad(q + r * 32 + 4 * j);
-                __m256i product;
-                if constexpr (BITS == 8) {
-                    const __m256i signed_w = _mm256_xor_si256(w[j].v, _mm256_set1_epi8((char)0x80));
-                    product = _mm256_maddubs_epi16(_mm256_abs_epi8(signed_w), _mm256_sign_epi8(b, signed_w));
-                } else {
-                    product = _mm256_maddubs_epi16(w[j].v, b);
-                }
-                sum = j == begin ? product : _mm256_add_epi16(sum, product);
-            }
-            acc[r].v = _mm256_add_epi32(acc[r].v, _mm256_madd_epi16(sum, ones));
-        }
+                unrolled<V>([&](auto v) POISE_INLINE {
+                    sum[r][v] = _mm256_add_epi16(sum[r][v], multiply_pairs<BITS>(w[v][j].v, b));
+                    asm("" : "+x"(sum[r][v]));  // else g++ reorders the exact sums and spills every product
+                });
+            });
+        });
+        unrolled<ROWS * V>([&](auto i) POISE_INLINE {
+            ColI& a = acc[i / V][i % V];
+            a.v = _mm256_add_epi32(a.v, _mm256_madd_epi16(sum[i / V][i % V], ones));
+        });
     }
 }
 constexpr bool SIGNED_BYTES = true;
-constexpr int DOT_ROWS = 2;
+constexpr int DOT_ROWS = 4;
 inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 struct Pairs { __m256i a, b; };
@@ -156,11 +170,12 @@ inline ColI load_u8_columns(const uint8_t* p) { return load_u8(p); }
 inline ColI load_i8_columns(const int8_t* p) { return load_i8(p); }
 inline ColF set_columns(float x) { return set1(x); }
 inline ColI set_columns_i(int32_t x) { return set1_i(x); }
-template <int BITS, int FIRST, int LAST, int ROWS> inline void dot_group(const Quads* w, const int8_t* q, ColI* acc) {
+template <int BITS, int FIRST, int LAST, int ROWS, int V>
+POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*acc)[V]) {
     for (int r = 0; r < ROWS; r++)
         for (int j = FIRST; j < LAST; j++)
             for (int n = 0; n < 16; n++)
-                for (int i = 0; i < 4; i++) acc[r].v[n] += (int32_t)w[j].v[n * 4 + i] * q[r * 32 + 4 * j + i];
+                for (int i = 0; i < 4; i++) acc[r][0].v[n] += (int32_t)w[0][j].v[n * 4 + i] * q[r * 32 + 4 * j + i];
 }
 constexpr bool SIGNED_BYTES = false;
 constexpr int DOT_ROWS = 1;

@@ -80,46 +80,48 @@ template <Format F> inline ColI start(int32_t minus_eight_s) {
     else return set_columns_i(minus_eight_s * (Group<F>::ZERO / 8));
 }
 
+template <int V> struct Scales { ColF scale[V], second[V], minimum[V]; };
+
 // ROWS rows of one group: exact integer products, then the f32 chain.
-template <Format F, int MR, int ROWS>
-inline void rows_of_group(const Quads w[8], ColF scale, ColF second, ColF minimum, const uint8_t* tile, int m, ColF* acc) {
+template <Format F, int MR, int ROWS, int V>
+POISE_INLINE inline void rows_of_group(const Quads (*w)[8], const Scales<V>& scales, const uint8_t* tile, int m, ColF (*acc)[V]) {
     using G = Group<F>;
     const int8_t* q = (const int8_t*)tile + m * 32;
     const float* d = (const float*)(tile + MR * 32) + m;
     const int32_t* s = (const int32_t*)(d + 2 * MR);
-    ColI t[ROWS], u[ROWS];
+    ColI t[ROWS][V], u[ROWS][V];
+    unrolled<ROWS * V>([&](auto i) POISE_INLINE { t[i / V][i % V] = start<F>(s[(G::HALVES ? MR : 0) + i / V]); });
     if constexpr (G::HALVES) {
-        for (int r = 0; r < ROWS; r++) t[r] = start<F>(s[MR + r]);
-        for (int r = 0; r < ROWS; r++) u[r] = start<F>(s[2 * MR + r]);
-        dot_group<G::BITS, 0, 4, ROWS>(w, q, t);
-        dot_group<G::BITS, 4, 8, ROWS>(w, q, u);
-        for (int r = 0; r < ROWS; r++) {
-            const ColF dm = set_columns(d[r]);
-            acc[r] = fma(to_float(u[r]), second * dm, fma(to_float(t[r]), scale * dm, acc[r]));
-        }
-        return;
-    }
-    for (int r = 0; r < ROWS; r++) t[r] = start<F>(s[r]);
-    if constexpr (MR == 1 && COLUMNS == 16) {  // two integer chains: the sum is exact in any order
-        u[0] = set_columns_i(0);
-        dot_group<G::BITS, 0, 4, ROWS>(w, q, t);
-        dot_group<G::BITS, 4, 8, ROWS>(w, q, u);
-        t[0] = t[0] + u[0];
+        unrolled<ROWS * V>([&](auto i) POISE_INLINE { u[i / V][i % V] = start<F>(s[2 * MR + i / V]); });
+        dot_group<G::BITS, 0, 4, ROWS, V>(w, q, t);
+        dot_group<G::BITS, 4, 8, ROWS, V>(w, q, u);
+    } else if constexpr (MR == 1 && COLUMNS == 16) {  // two integer chains: the sum is exact in any order
+        u[0][0] = set_columns_i(0);
+        dot_group<G::BITS, 0, 4, ROWS, V>(w, q, t);
+        dot_group<G::BITS, 4, 8, ROWS, V>(w, q, u);
+        t[0][0] = t[0][0] + u[0][0];
     } else {
-        dot_group<G::BITS, 0, 8, ROWS>(w, q, t);
+        dot_group<G::BITS, 0, 8, ROWS, V>(w, q, t);
     }
-    for (int r = 0; r < ROWS; r++) {
-        acc[r] = fma(to_float(t[r]), scale * set_columns(d[r]), acc[r]);
-        if constexpr (G::HAS_MINIMUM) acc[r] = fma(minimum, set_columns(d[MR + r]), acc[r]);
-    }
+    unrolled<ROWS>([&](auto r) POISE_INLINE {
+        const ColF dr = set_columns(d[r]), ds = set_columns(d[MR + r]);
+        unrolled<V>([&](auto v) POISE_INLINE {
+            ColF sum = fma(to_float(t[r][v]), scales.scale[v] * dr, acc[r][v]);
+            if constexpr (G::HALVES) sum = fma(to_float(u[r][v]), scales.second[v] * dr, sum);
+            if constexpr (G::HAS_MINIMUM) sum = fma(scales.minimum[v], ds, sum);
+            acc[r][v] = sum;
+        });
+    });
 }
 
 template <Format F, int MR> void integer_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
     using G = Group<F>;
     constexpr int ROWS = MR < DOT_ROWS ? MR : DOT_ROWS;
-    for (int column = 0; column < 16; column += COLUMNS) {
-        ColF acc[MR];
-        for (int m = 0; m < MR; m++) acc[m] = set_columns(0.0f);
+    constexpr int V = MR == 1 ? 1 : 16 / COLUMNS;  // several rows share each unpacked weight; a single one keeps half a panel in registers
+    for (int column = 0; column < 16; column += V * COLUMNS) {
+        ColF acc[MR][V];
+        for (int m = 0; m < MR; m++)
+            for (int v = 0; v < V; v++) acc[m][v] = set_columns(0.0f);
         const uint8_t *p = panel, *super = panel, *rows = tile;
         for (int g = 0; g < cols / 32; g++) {
             if (G::SUPER && g % 8 == 0) {
@@ -128,15 +130,18 @@ template <Format F, int MR> void integer_tile(const uint8_t* panel, int cols, co
             }
             if (column == 0)
                 for (int line = 0; line < G::BYTES; line += 64) prefetch(p + PREFETCH + line);
-            Quads w[8];
-            G::unpack(p, column, w);
-            ColF scale, second, minimum;
-            G::scales(p, super, column, scale, second, minimum);
-            for (int m = 0; m < MR; m += ROWS) rows_of_group<F, MR, ROWS>(w, scale, second, minimum, rows, m, acc + m);
+            Quads w[V][8];
+            Scales<V> scales;
+            for (int v = 0; v < V; v++) {
+                G::unpack(p, column + v * COLUMNS, w[v]);
+                G::scales(p, super, column + v * COLUMNS, scales.scale[v], scales.second[v], scales.minimum[v]);
+            }
+            for (int m = 0; m < MR; m += ROWS) rows_of_group<F, MR, ROWS, V>(w, scales, rows, m, acc + m);
             p += G::BYTES;
             rows += MR * INT8_GROUP_BYTES;
         }
-        for (int m = 0; m < MR; m++) store(out + 16 * m + column, acc[m]);
+        for (int m = 0; m < MR; m++)
+            for (int v = 0; v < V; v++) store(out + 16 * m + column + v * COLUMNS, acc[m][v]);
     }
 }
 
@@ -147,14 +152,14 @@ template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, 
     for (int k = 0; k < cols; k += 2) {
         prefetch(panel + PREFETCH);
         const Pairs w = load_pairs((const uint16_t*)panel);
-        for (int m = 0; m < MR; m++) {
+        unrolled<MR>([&](auto m) POISE_INLINE {
             if constexpr (HARDWARE) {
                 acc[m] = dot_pair(acc[m], w, pair + m);
             } else {
                 const FloatPair wide = widen(pair[m]);
                 acc[m] = dot_pair(acc[m], w, &wide);
             }
-        }
+        });
         panel += 64;
         pair += MR;
     }
@@ -168,7 +173,7 @@ template <Format F, int MR> void float_tile(const uint8_t* panel, int cols, cons
     for (int k = 0; k < cols; k++) {
         prefetch(panel + PREFETCH);
         const F32 w = F == F16 ? load_f16((const uint16_t*)panel) : load((const float*)panel);
-        for (int m = 0; m < MR; m++) acc[m] = fma(w, set1(a[m]), acc[m]);
+        unrolled<MR>([&](auto m) POISE_INLINE { acc[m] = fma(w, set1(a[m]), acc[m]); });
         panel += F == F16 ? 32 : 64;
         a += MR;
     }
@@ -234,8 +239,6 @@ void gemm(const Matrix& w, int panel, const uint8_t* tile, int height, float* ou
         case 2: return tile_of<2>(w, panel, tile, out);
 #if defined(POISE_AVX512) || defined(POISE_AVX2)
         case 8: return tile_of<8>(w, panel, tile, out);
-#endif
-#if defined(POISE_AVX512)
         case 16: return tile_of<16>(w, panel, tile, out);
 #endif
         default: return tile_of<4>(w, panel, tile, out);

@@ -25,6 +25,18 @@ namespace POISE_NS {
 
 constexpr int LANES = 16;
 
+// Calls f with the constants 0 … N-1. Loops over arrays of vectors written so stay in registers, whatever the unroller thinks.
+template <int I> struct Index {
+    constexpr operator int() const { return I; }
+};
+#define POISE_INLINE __attribute__((always_inline))
+template <int N, class F> POISE_INLINE inline void unrolled(const F& f) {
+    if constexpr (N > 0) {
+        unrolled<N - 1>(f);
+        f(Index<N - 1>{});
+    }
+}
+
 #if defined(POISE_AVX512)
 
 struct F32 { __m512 v; };

@@ -23,10 +23,8 @@ bool dot_bf16_is_exact();
 #define POISE_TEXT_(x) #x
 
 const KernelTable& table() {
-#if defined(POISE_AVX512)
+#if defined(POISE_AVX512) || defined(POISE_AVX2)
     constexpr int tile = 16;
-#elif defined(POISE_AVX2)
-    constexpr int tile = 8;
 #else
     constexpr int tile = 4;
 #endif
