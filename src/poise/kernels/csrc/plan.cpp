@@ -11,13 +11,8 @@ namespace {
 constexpr int SPLIT = 256;
 constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the panels keeps in cache
 
-struct Range {
-    int begin, end;
-};
-
-Range share(int count, int worker, int workers) {
-    return {(int)((int64_t)count * worker / workers), (int)((int64_t)count * (worker + 1) / workers)};
-}
+constexpr int PHASES_PER_OPERATION = 4;
+constexpr int CHUNKS_PER_WORKER = 6;
 
 }  // namespace
 
@@ -90,7 +85,6 @@ void Plan::attention(int q, int layer, int num_heads, int out) {
     op.out = out;
     op.layer = layer;
     op.num_heads = num_heads;
-    op.counter = num_counters_++;
     operations_.push_back(op);
     ready_ = false;
 }
@@ -132,13 +126,14 @@ void Plan::check(const StepArrays& step) const {
     if (step.num_rows < 1 || step.num_rows > max_rows_) fail("row count", step.num_rows);
     if (step.num_sequences < 1 || step.query_start[0] != 0 || step.query_start[step.num_sequences] != step.num_rows)
         fail("sequence count", step.num_sequences);
+    for (int s = 0; s < step.num_sequences; s++)
+        if (step.query_start[s + 1] <= step.query_start[s] || step.query_start[s + 1] > step.num_rows) fail("rows of sequence", s);
     for (const auto& op : operations_)
         if (op.kind == Kind::EMBED)
             for (int r = 0; r < step.num_rows; r++)
                 if (step.token_ids[r] < 0 || step.token_ids[r] >= op.weights[0].rows) fail("token id", step.token_ids[r]);
     for (int s = 0; s < step.num_sequences; s++) {
         const int begin = step.query_start[s], end = step.query_start[s + 1];
-        if (begin >= end) fail("rows of sequence", s);
         for (int r = begin; r < end; r++)
             if (step.positions[r] < 0 || step.positions[r] != step.positions[begin] + r - begin) fail("position", step.positions[r]);
         if (!num_heads_) continue;
@@ -204,106 +199,123 @@ void Plan::run(const StepArrays& step) {
                                 (float*)arena_.allocate(sizeof(float) * attention_scratch_floats(kv_.head_dim)),
                                 vocabulary_ ? arena_.allocate(sampling_scratch_bytes(vocabulary_)) : nullptr});
         if (vocabulary_) logits_ = (float*)arena_.allocate(sizeof(float) * (size_t)logit_tile_ * (vocabulary_ + 16));
-        counters_ = std::make_unique<std::atomic<int>[]>(std::max(1, num_counters_));
+        num_phases_ = 1 + PHASES_PER_OPERATION * operations_.size() + 3 * (max_rows_ / logit_tile_ + 1);
+        phases_ = std::make_unique<Phase[]>(num_phases_);
         ready_ = true;
     }
     step_ = step;
-    for (int i = 0; i < num_counters_; i++) counters_[i].store(0, std::memory_order_relaxed);
+    for (size_t i = 0; i < num_phases_; i++) {
+        phases_[i].next.store(0, std::memory_order_relaxed);
+        phases_[i].done.store(0, std::memory_order_relaxed);
+    }
     plan_attention(step);
     auto task = [this](int worker) { work(worker); };
     pool_->run(task);
 }
 
 void Plan::work(int worker) {
-    if (!ropes_.empty()) {
-        const Range rows = share(step_.num_rows, worker, pool_->size());
-        for (const auto& rope : ropes_)
-            for (int r = rows.begin; r < rows.end; r++)
-                kernels_->rope_angles(step_.positions[r], rope.inverse_frequencies, rope.num_pairs, rope.angles + (size_t)r * 2 * rope.num_pairs);
-        pool_->barrier();
-    }
-    for (const auto& op : operations_) {
-        run_operation(op, worker);
-        pool_->barrier();
-    }
+    Walk walk{worker, 0};
+    if (!ropes_.empty())
+        phase(walk, step_.num_rows, chunk_of(step_.num_rows, 4), [&](Range rows) {
+            for (const auto& rope : ropes_)
+                for (int r = rows.begin; r < rows.end; r++)
+                    kernels_->rope_angles(step_.positions[r], rope.inverse_frequencies, rope.num_pairs, rope.angles + (size_t)r * 2 * rope.num_pairs);
+        });
+    for (const auto& op : operations_) run_operation(op, walk);
+}
+
+// Chunks of [0, count): enough for the workers to even out, but not below `smallest`.
+int Plan::chunk_of(int count, int smallest) const { return std::max(smallest, count / (CHUNKS_PER_WORKER * pool_->size())); }
+
+template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f) {
+    Phase& state = phases_[walk.phase++];
+    const uint32_t chunks = (count + chunk - 1) / chunk;
+    uint32_t finished = 0;
+    for (uint32_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < chunks; finished++)
+        f(Range{(int)i * chunk, std::min(count, (int)(i + 1) * chunk)});
+    if (finished && state.done.fetch_add(finished, std::memory_order_acq_rel) + finished == chunks) state.done.notify_all();
+    Pool::wait_until(state.done, chunks);
 }
 
 // Norms (where there is one) and prepares rows in every form that the weights need. `rows` null: all rows in order.
-void Plan::prepare(const float* in, int in_width, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, int worker) {
+void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk) {
     const int cols = weights[0].cols, full = kernels_->max_tile;
     bool wanted[NUM_FORMS] = {};
     for (const auto& w : weights) wanted[FORMATS[w.format].form] = true;
-    const Range mine = share(num_rows, worker, pool_->size());
-    for (int r = mine.begin; r < mine.end; r++) {
-        const int begin = r / full * full, height = tile_height(num_rows - begin, full);
-        const float* x = in + (size_t)(rows ? rows[r] : r) * in_width;
-        if (norm) {
-            kernels_->rms_norm(x, norm, eps, cols, workers_[worker].row);
-            x = workers_[worker].row;
+    phase(walk, num_rows, chunk_of(num_rows, 1), [&](Range mine) {
+        for (int r = mine.begin; r < mine.end; r++) {
+            const int begin = r / full * full, height = tile_height(num_rows - begin, full);
+            const float* x = in.data + (size_t)(rows ? rows[r] : r) * in.width;
+            if (norm) {
+                kernels_->rms_norm(x, norm, eps, cols, workers_[walk.worker].row);
+                x = workers_[walk.worker].row;
+            }
+            for (int f = 0; f < NUM_FORMS; f++) {
+                if (!wanted[f]) continue;
+                uint8_t* tile = prepared_[f] + (size_t)begin * prepared_row_bytes((Form)f, cols);
+                kernels_->prepare_row((Form)f, x, cols, tile, height, r - begin);
+                if (r == num_rows - 1)
+                    for (int i = num_rows - begin; i < height; i++) kernels_->prepare_row((Form)f, nullptr, cols, tile, height, i);
+            }
         }
-        for (int f = 0; f < NUM_FORMS; f++) {
-            if (!wanted[f]) continue;
-            uint8_t* tile = prepared_[f] + (size_t)begin * prepared_row_bytes((Form)f, cols);
-            kernels_->prepare_row((Form)f, x, cols, tile, height, r - begin);
-            if (r == num_rows - 1)
-                for (int i = num_rows - begin; i < height; i++) kernels_->prepare_row((Form)f, nullptr, cols, tile, height, i);
-        }
-    }
+    });
 }
 
-void Plan::multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, int worker) {
-    int total = 0;
-    for (const auto& w : weights) total += w.panels;
-    const Range mine = share(total, worker, pool_->size());
+void Plan::multiply_panels(const Matrix& w, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width) {
     const int full = kernels_->max_tile;
+    const Form form = FORMATS[w.format].form;
+    const size_t row_bytes = prepared_row_bytes(form, w.cols);
+    const int rows_in_cache = std::max(1, (int)(CHUNK_BYTES / (row_bytes * full))) * full;
     alignas(64) float acc[MAX_TILE * 16];
-    int base = 0, column = 0;
-    for (size_t i = 0; i < weights.size(); i++) {
-        const Matrix& w = weights[i];
-        const Form form = FORMATS[w.format].form;
-        const size_t row_bytes = prepared_row_bytes(form, w.cols);
-        const int chunk = std::max(1, (int)(CHUNK_BYTES / (row_bytes * full))) * full;
-        const int first = std::max(mine.begin - base, 0), last = std::min(mine.end - base, w.panels);
-        for (int chunk_begin = 0; chunk_begin < num_rows; chunk_begin += chunk) {
-            const int chunk_end = std::min(num_rows, chunk_begin + chunk);
-            for (int p = first; p < last; p++) {
-                const int n = std::min(16, w.rows - p * 16);
-                const float* bias = biases.empty() || !biases[i] ? nullptr : biases[i] + p * 16;
-                for (int begin = chunk_begin; begin < chunk_end; begin += full) {
-                    const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
-                    kernels_->gemm(w, p, prepared_[form] + (size_t)begin * row_bytes, height, acc);
-                    for (int m = 0; m < used; m++) {
-                        float* y = out + (size_t)(begin + m) * out_width + column + p * 16;
-                        const float* a = acc + m * 16;
-                        if (mode == Store::ADD)
-                            for (int j = 0; j < n; j++) y[j] += a[j];
-                        else if (bias)
-                            for (int j = 0; j < n; j++) y[j] = a[j] + bias[j];
-                        else if (n == 16)
-                            std::memcpy(y, a, 64);
-                        else
-                            std::memcpy(y, a, sizeof(float) * n);
-                    }
+    for (int first = 0; first < num_rows; first += rows_in_cache) {
+        const int last = std::min(num_rows, first + rows_in_cache);
+        for (int p = panels.begin; p < panels.end; p++) {
+            const int n = std::min(16, w.rows - p * 16);
+            for (int begin = first; begin < last; begin += full) {
+                const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
+                kernels_->gemm(w, p, prepared_[form] + (size_t)begin * row_bytes, height, acc);
+                for (int m = 0; m < used; m++) {
+                    float* y = out + (size_t)(begin + m) * out_width + p * 16;
+                    const float* a = acc + m * 16;
+                    if (mode == Store::ADD)
+                        for (int j = 0; j < n; j++) y[j] += a[j];
+                    else if (bias)
+                        for (int j = 0; j < n; j++) y[j] = a[j] + bias[p * 16 + j];
+                    else
+                        std::memcpy(y, a, sizeof(float) * n);
                 }
             }
         }
-        base += w.panels;
-        column += w.rows;
     }
 }
 
-void Plan::gate_up(const Matrix& gate, const Matrix& up, int num_rows, float* out, int worker) {
-    const Range mine = share(gate.panels, worker, pool_->size());
+// Matrices side by side: their panels are one range, so that no worker waits between them.
+void Plan::multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk) {
+    int total = 0;
+    for (const auto& w : weights) total += w.panels;
+    phase(walk, total, chunk_of(total, 1), [&](Range mine) {
+        int base = 0, column = 0;
+        for (size_t i = 0; i < weights.size(); i++) {
+            const Matrix& w = weights[i];
+            const Range panels{std::max(mine.begin - base, 0), std::min(mine.end - base, w.panels)};
+            if (panels.begin < panels.end) multiply_panels(w, panels, biases.empty() ? nullptr : biases[i], num_rows, mode, out + column, out_width);
+            base += w.panels;
+            column += w.rows;
+        }
+    });
+}
+
+void Plan::gate_up(const Matrix& gate, const Matrix& up, Range panels, int num_rows, float* out) {
     const int full = kernels_->max_tile;
     const Form gate_form = FORMATS[gate.format].form, up_form = FORMATS[up.format].form;
     const size_t gate_row = prepared_row_bytes(gate_form, gate.cols), up_row = prepared_row_bytes(up_form, up.cols);
-    const int chunk = std::max(1, (int)(CHUNK_BYTES / (gate_row * full))) * full;
+    const int rows_in_cache = std::max(1, (int)(CHUNK_BYTES / (gate_row * full))) * full;
     alignas(64) float g[MAX_TILE * 16], u[MAX_TILE * 16], h[16];
-    for (int chunk_begin = 0; chunk_begin < num_rows; chunk_begin += chunk) {
-        const int chunk_end = std::min(num_rows, chunk_begin + chunk);
-        for (int p = mine.begin; p < mine.end; p++) {
+    for (int first = 0; first < num_rows; first += rows_in_cache) {
+        const int last = std::min(num_rows, first + rows_in_cache);
+        for (int p = panels.begin; p < panels.end; p++) {
             const int n = std::min(16, gate.rows - p * 16);
-            for (int begin = chunk_begin; begin < chunk_end; begin += full) {
+            for (int begin = first; begin < last; begin += full) {
                 const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
                 kernels_->gemm(gate, p, prepared_[gate_form] + begin * gate_row, height, g);
                 kernels_->gemm(up, p, prepared_[up_form] + begin * up_row, height, u);
@@ -316,84 +328,80 @@ void Plan::gate_up(const Matrix& gate, const Matrix& up, int num_rows, float* ou
     }
 }
 
-void Plan::attend(const Operation& op, int worker) {
-    const AttentionParams params{&kv_, op.layer, op.num_heads, (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data};
-    std::atomic<int>& next = counters_[op.counter];
-    const int count = (int)items_.size();
-    // From the end: a sequence's last tiles see the most keys.
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) kernels_->attend(params, items_[count - 1 - i], workers_[worker].attention);
-    if (folds_.empty()) return;
-    pool_->barrier();
-    for (size_t i = worker; i < folds_.size(); i += pool_->size()) kernels_->fold_partials(params, items_.data() + folds_[i].first, folds_[i].second);
+// Rows × heads (q, then k, then v of each row) in one range.
+void Plan::rope_kv(const Operation& op, Range range) {
+    const int kv_heads = kv_.num_kv_heads, d = kv_.head_dim, heads = op.num_heads + 2 * kv_heads;
+    const Rope& table = ropes_[op.rope];
+    const RopeParams rope{op.num_heads, kv_heads, d, table.num_pairs, table.angles, op.q_norm, op.k_norm, op.eps, op.q_scale};
+    auto* q = (uint16_t*)buffers_[op.out].data;
+    int sequence = 0;
+    for (int i = range.begin; i < range.end; i++) {
+        const int r = i / heads, h = i % heads;
+        while (r >= step_.query_start[sequence + 1]) sequence++;
+        const int kind = h < op.num_heads ? 0 : h < op.num_heads + kv_heads ? 1 : 2;
+        const int head = kind == 0 ? h : (h - op.num_heads) % kv_heads;
+        const float* x = buffers_[op.in].data + (size_t)r * buffers_[op.in].width + (size_t)h * d;
+        if (kind == 0) {
+            kernels_->rope_head(rope, 0, x, r, q + ((size_t)r * op.num_heads + head) * d, 0);
+            continue;
+        }
+        const int position = step_.positions[r], block = step_.block_tables[(size_t)sequence * step_.table_stride + position / kv_.block_size];
+        uint16_t* to = kind == 1 ? kv_.keys(block, op.layer, head) : kv_.values(block, op.layer, head);
+        kernels_->rope_head(rope, kind, x, r, to, position % kv_.block_size);
+    }
 }
 
-void Plan::run_operation(const Operation& op, int worker) {
-    const int rows = step_.num_rows, workers = pool_->size();
+void Plan::attend(const Operation& op, Walk& walk) {
+    const AttentionParams params{&kv_, op.layer, op.num_heads, (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data};
+    const int count = (int)items_.size();
+    // From the end: a sequence's last tiles see the most keys.
+    phase(walk, count, 1, [&](Range i) { kernels_->attend(params, items_[count - 1 - i.begin], workers_[walk.worker].attention); });
+    if (folds_.empty()) return;
+    phase(walk, (int)folds_.size(), 1, [&](Range i) { kernels_->fold_partials(params, items_.data() + folds_[i.begin].first, folds_[i.begin].second); });
+}
+
+void Plan::logits(const Operation& op, Walk& walk) {
+    const Matrix& w = op.weights[0];
+    for (int begin = 0; begin < step_.num_logit_rows; begin += logit_tile_) {
+        const int n = std::min(logit_tile_, step_.num_logit_rows - begin);
+        prepare(buffers_[op.in], op.norm, op.eps, op.weights, n, step_.logit_rows + begin, walk);
+        multiply(op.weights, {}, n, Store::WRITE, logits_, w.rows, walk);
+        phase(walk, n, 1, [&](Range i) {
+            const float* row = logits_ + (size_t)i.begin * w.rows;
+            const int at = begin + i.begin;
+            if (step_.logits) std::memcpy(step_.logits + (size_t)at * w.rows, row, sizeof(float) * w.rows);
+            if (step_.sampling) kernels_->sample_row(row, w.rows, step_.sampling[at], step_.results[at], workers_[walk.worker].sampling);
+        });
+    }
+}
+
+void Plan::run_operation(const Operation& op, Walk& walk) {
+    const int rows = step_.num_rows;
     switch (op.kind) {
-        case Kind::EMBED: {
-            const Range mine = share(rows, worker, workers);
-            for (int r = mine.begin; r < mine.end; r++)
-                kernels_->dequantize_row(op.weights[0], step_.token_ids[r], buffers_[op.out].data + (size_t)r * buffers_[op.out].width);
-            return;
-        }
+        case Kind::EMBED:
+            return phase(walk, rows, chunk_of(rows, 1), [&](Range mine) {
+                for (int r = mine.begin; r < mine.end; r++)
+                    kernels_->dequantize_row(op.weights[0], step_.token_ids[r], buffers_[op.out].data + (size_t)r * buffers_[op.out].width);
+            });
         case Kind::NORM_LINEAR:
-            prepare(buffers_[op.in].data, buffers_[op.in].width, op.norm, op.eps, op.weights, rows, nullptr, worker);
-            pool_->barrier();
-            return multiply(op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, worker);
+            prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
+            return multiply(op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
         case Kind::ROPE_KV_WRITE: {
-            const int kv_heads = kv_.num_kv_heads, d = kv_.head_dim, heads = op.num_heads + 2 * kv_heads;
-            const Rope& table = ropes_[op.rope];
-            const RopeParams rope{op.num_heads, kv_heads, d, table.num_pairs, table.angles, op.q_norm, op.k_norm, op.eps, op.q_scale};
-            const Range mine = share(rows * heads, worker, workers);
-            auto* q = (uint16_t*)buffers_[op.out].data;
-            int sequence = 0;
-            for (int i = mine.begin; i < mine.end; i++) {
-                const int r = i / heads, h = i % heads;
-                while (r >= step_.query_start[sequence + 1]) sequence++;
-                const int kind = h < op.num_heads ? 0 : h < op.num_heads + kv_heads ? 1 : 2;
-                const int head = kind == 0 ? h : (h - op.num_heads) % kv_heads;
-                const float* x = buffers_[op.in].data + (size_t)r * buffers_[op.in].width + (size_t)h * d;
-                if (kind == 0) {
-                    kernels_->rope_head(rope, 0, x, r, q + ((size_t)r * op.num_heads + head) * d, 0);
-                    continue;
-                }
-                const int position = step_.positions[r], block = step_.block_tables[(size_t)sequence * step_.table_stride + position / kv_.block_size];
-                uint16_t* to = kind == 1 ? kv_.keys(block, op.layer, head) : kv_.values(block, op.layer, head);
-                kernels_->rope_head(rope, kind, x, r, to, position % kv_.block_size);
-            }
-            return;
+            const int count = rows * (op.num_heads + 2 * kv_.num_kv_heads);
+            return phase(walk, count, chunk_of(count, 8), [&](Range mine) { rope_kv(op, mine); });
         }
-        case Kind::ATTENTION: return attend(op, worker);
+        case Kind::ATTENTION: return attend(op, walk);
         case Kind::LINEAR_RESIDUAL:
-            prepare(buffers_[op.in].data, buffers_[op.in].width, nullptr, 0, op.weights, rows, nullptr, worker);
-            pool_->barrier();
-            return multiply(op.weights, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, worker);
+            prepare(buffers_[op.in], nullptr, 0, op.weights, rows, nullptr, walk);
+            return multiply(op.weights, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, walk);
         case Kind::GATED_MLP: {
-            prepare(buffers_[op.in].data, buffers_[op.in].width, op.norm, op.eps, op.weights, rows, nullptr, worker);
-            pool_->barrier();
-            gate_up(op.weights[0], op.weights[1], rows, buffers_[op.hidden].data, worker);
-            pool_->barrier();
-            prepare(buffers_[op.hidden].data, buffers_[op.hidden].width, nullptr, 0, op.down, rows, nullptr, worker);
-            pool_->barrier();
-            return multiply(op.down, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, worker);
+            const Matrix &gate = op.weights[0], &up = op.weights[1];
+            prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
+            phase(walk, gate.panels, chunk_of(gate.panels, 1), [&](Range mine) { gate_up(gate, up, mine, rows, buffers_[op.hidden].data); });
+            prepare(buffers_[op.hidden], nullptr, 0, op.down, rows, nullptr, walk);
+            return multiply(op.down, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, walk);
         }
-        case Kind::LOGITS: {
-            const Matrix& w = op.weights[0];
-            for (int begin = 0; begin < step_.num_logit_rows; begin += logit_tile_) {
-                const int n = std::min(logit_tile_, step_.num_logit_rows - begin);
-                prepare(buffers_[op.in].data, buffers_[op.in].width, op.norm, op.eps, op.weights, n, step_.logit_rows + begin, worker);
-                pool_->barrier();
-                multiply(op.weights, {}, n, Store::WRITE, logits_, w.rows, worker);
-                pool_->barrier();
-                for (int i = worker; i < n; i += workers) {
-                    const float* row = logits_ + (size_t)i * w.rows;
-                    if (step_.logits) std::memcpy(step_.logits + (size_t)(begin + i) * w.rows, row, sizeof(float) * w.rows);
-                    if (step_.sampling) kernels_->sample_row(row, w.rows, step_.sampling[begin + i], step_.results[begin + i], workers_[worker].sampling);
-                }
-                pool_->barrier();
-            }
-            return;
-        }
+        case Kind::LOGITS: return logits(op, walk);
     }
 }
 

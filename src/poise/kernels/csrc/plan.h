@@ -1,5 +1,6 @@
 // A model recorded as a flat list of operations, replayed by all workers once per step. Row count, positions and block tables
-// come from the step, so one plan serves every batch.
+// come from the step, so one plan serves every batch. An operation is one or more phases; a phase is cut into chunks that
+// workers take as they come, and ends when its chunks are done: a worker that lost its core holds up nobody but its chunk.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -50,7 +51,7 @@ class Plan {
     enum class Kind { EMBED, NORM_LINEAR, ROPE_KV_WRITE, ATTENTION, LINEAR_RESIDUAL, GATED_MLP, LOGITS };
     struct Operation {
         Kind kind;
-        int in = -1, out = -1, hidden = -1, layer = 0, num_heads = 0, rope = -1, counter = -1;
+        int in = -1, out = -1, hidden = -1, layer = 0, num_heads = 0, rope = -1;
         const float *norm = nullptr, *q_norm = nullptr, *k_norm = nullptr;
         float eps = 0, q_scale = 0;
         std::vector<Matrix> weights;
@@ -72,15 +73,29 @@ class Plan {
         void* sampling;
     };
     enum class Store { WRITE, ADD };
+    struct alignas(64) Phase {
+        std::atomic<uint32_t> next{0}, done{0};
+    };
+    struct Range {
+        int begin, end;
+    };
+    struct Walk {  // where a worker stands in the plan
+        int worker, phase;
+    };
 
     void check(const StepArrays& step) const;
     void plan_attention(const StepArrays& step);
     void work(int worker);
-    void run_operation(const Operation& op, int worker);
-    void prepare(const float* in, int in_width, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, int worker);
-    void multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, int worker);
-    void gate_up(const Matrix& gate, const Matrix& up, int num_rows, float* out, int worker);
-    void attend(const Operation& op, int worker);
+    template <class F> void phase(Walk& walk, int count, int chunk, F f);
+    int chunk_of(int count, int smallest) const;
+    void run_operation(const Operation& op, Walk& walk);
+    void prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk);
+    void multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk);
+    void multiply_panels(const Matrix& weight, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width);
+    void gate_up(const Matrix& gate, const Matrix& up, Range panels, int num_rows, float* out);
+    void rope_kv(const Operation& op, Range heads);
+    void attend(const Operation& op, Walk& walk);
+    void logits(const Operation& op, Walk& walk);
     void reserve(const Matrix& weight);
 
     std::shared_ptr<Pool> pool_;
@@ -94,7 +109,7 @@ class Plan {
     std::vector<Worker> workers_;
     uint8_t* prepared_[NUM_FORMS] = {};
     size_t prepared_row_[NUM_FORMS] = {};
-    int widest_ = 0, vocabulary_ = 0, num_heads_ = 0, num_counters_ = 0;
+    int widest_ = 0, vocabulary_ = 0, num_heads_ = 0;
     float* logits_ = nullptr;
     bool ready_ = false;
 
@@ -102,7 +117,8 @@ class Plan {
     std::vector<AttentionItem> items_;
     std::vector<std::pair<int, int>> folds_;  // (first item, count) of tiles whose splits several items share
     std::vector<float> partials_;
-    std::unique_ptr<std::atomic<int>[]> counters_;
+    std::unique_ptr<Phase[]> phases_;
+    size_t num_phases_ = 0;
 };
 
 }  // namespace poise

@@ -20,12 +20,11 @@ inline void pause() {
 constexpr auto SPIN = std::chrono::microseconds(30);
 constexpr auto YIELD = std::chrono::microseconds(500);
 
-// Waits until `value` is no longer `old`.
-void wait_for_change(std::atomic<uint32_t>& value, uint32_t old) {
+template <class Done> void wait_for(std::atomic<uint32_t>& value, Done done) {
     const auto begin = std::chrono::steady_clock::now();
     for (;;) {
         for (int i = 0; i < 64; i++) {
-            if (value.load(std::memory_order_acquire) != old) return;
+            if (done(value.load(std::memory_order_acquire))) return;
             pause();
         }
         const auto waited = std::chrono::steady_clock::now() - begin;
@@ -34,7 +33,8 @@ void wait_for_change(std::atomic<uint32_t>& value, uint32_t old) {
             std::this_thread::yield();
             continue;
         }
-        value.wait(old, std::memory_order_acquire);
+        const uint32_t seen = value.load(std::memory_order_acquire);
+        if (!done(seen)) value.wait(seen, std::memory_order_acquire);
     }
 }
 
@@ -73,7 +73,7 @@ void Pool::work(int worker) {
     FlushDenormals flush;
     uint32_t seen = 0;
     for (;;) {
-        wait_for_change(epoch_, seen);
+        wait_for(epoch_, [seen](uint32_t now) { return now != seen; });
         seen++;
         if (stop_) return;
         task_(argument_, worker);
@@ -102,7 +102,11 @@ void Pool::barrier() {
         generation_.notify_all();
         return;
     }
-    wait_for_change(generation_, generation);
+    wait_for(generation_, [generation](uint32_t now) { return now != generation; });
+}
+
+void Pool::wait_until(std::atomic<uint32_t>& value, uint32_t target) {
+    wait_for(value, [target](uint32_t now) { return now == target; });
 }
 
 }  // namespace poise

@@ -1,5 +1,4 @@
-// A pool of workers that walk a plan in lockstep. Barriers spin for 30 µs, then yield, then park, so that a foreign process on
-// one of the cores costs little. FTZ and DAZ are on inside run() and restored behind it.
+// A pool of workers. Waits spin for 30 µs, then yield, then park, so that a foreign process on one of the cores costs little. FTZ and DAZ are on inside run() and restored behind it.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -22,6 +21,9 @@ class Pool {
 
     // Inside a task: waits for all workers.
     void barrier();
+
+    // Waits until `value` is `target`: spins, then yields, then parks. Whoever sets it calls notify_all.
+    static void wait_until(std::atomic<uint32_t>& value, uint32_t target);
 
     template <class F> void run(F& f) {
         run([](void* argument, int worker) { (*static_cast<F*>(argument))(worker); }, &f);
