@@ -11,7 +11,7 @@ bool use_dot_bf16 = false;
 
 namespace {
 
-constexpr int PREFETCH = 1536;  // bytes ahead in the weight stream
+constexpr int PREFETCH = 3072;  // bytes ahead in the weight stream
 
 template <Format F> struct Group {
     static constexpr bool FIVE = F == Q5_0 || F == Q5_1 || F == Q5_K;
