@@ -61,22 +61,6 @@ inline I32 to_bf16(F32 x) {
 
 inline float lane0(F32 x) { float t[16]; store(t, x); return t[0]; }
 
-inline float fold_sum(F32 x) {
-    float t[16];
-    store(t, x);
-    for (int half = 8; half; half >>= 1)
-        for (int j = 0; j < half; j++) t[j] = t[j] + t[j + half];
-    return t[0];
-}
-
-inline float fold_max(F32 x) {
-    float t[16];
-    store(t, x);
-    float m = t[0];
-    for (int j = 1; j < 16; j++) m = t[j] > m ? t[j] : m;
-    return m;
-}
-
 constexpr int CUT = 4096;  // rows longer than this are summed in parts
 
 // Sum over n elements in the contract's order; term(j, count) gives lanes j … j+count-1 (unused lanes +0) added to `lane`.

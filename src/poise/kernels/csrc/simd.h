@@ -37,6 +37,21 @@ template <int N, class F> POISE_INLINE inline void unrolled(const F& f) {
     }
 }
 
+#if defined(POISE_X86)
+// Lanes fold 8 → 4 → 2 → 1 as lane i with lane i + half: the contract's order (docs/NUMERICS.md).
+inline float fold_sum_256(__m256 x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+inline float fold_max_256(__m256 x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+#endif
+
 #if defined(POISE_AVX512)
 
 struct F32 { __m512 v; };
@@ -110,13 +125,16 @@ inline void interleave4(I32 w[4]) {
 }
 inline void store_low_u16(uint16_t* p, I32 a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a.v)); }
 inline void store_low_i8(int8_t* p, I32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
+inline __m256 low_half(F32 x) { return _mm512_castps512_ps256(x.v); }
+inline __m256 high_half(F32 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)); }
+inline float fold_sum(F32 x) { return fold_sum_256(_mm256_add_ps(low_half(x), high_half(x))); }
+inline float fold_max(F32 x) { return fold_max_256(_mm256_max_ps(low_half(x), high_half(x))); }
 
 #elif defined(POISE_AVX2)
 
 struct F32 { __m256 a, b; };
 struct I32 { __m256i a, b; };
 struct Mask { __m256i a, b; };
-#define POISE_TWICE(T, f, ...) T{f(__VA_ARGS__), f(__VA_ARGS__)}
 
 inline F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, F32 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
@@ -209,16 +227,16 @@ inline void interleave4(I32 w[4]) {
     interleave4_256(w[0].b, w[1].b, w[2].b, w[3].b, r + 2, r + 3);
     for (int j = 0; j < 4; j++) w[j] = r[j];
 }
+// Lanes hold values that fit (0 … 65535, −128 … 127): the saturation of the packs never acts.
 inline void store_low_u16(uint16_t* p, I32 x) {
-    alignas(32) int32_t t[16];
-    store_i(t, x);
-    for (int j = 0; j < 16; j++) p[j] = (uint16_t)t[j];
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8));
 }
 inline void store_low_i8(int8_t* p, I32 x) {
-    alignas(32) int32_t t[16];
-    store_i(t, x);
-    for (int j = 0; j < 16; j++) p[j] = (int8_t)t[j];
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+inline float fold_sum(F32 x) { return fold_sum_256(_mm256_add_ps(x.a, x.b)); }
+inline float fold_max(F32 x) { return fold_max_256(_mm256_max_ps(x.a, x.b)); }
 
 #else  // baseline: portable, slow, an oracle and last resort
 
@@ -326,6 +344,16 @@ inline void interleave4(I32 w[4]) {
 inline void store_low_u16(uint16_t* p, I32 a) { for (int j = 0; j < 16; j++) p[j] = (uint16_t)a.v[j]; }
 inline void store_low_i8(int8_t* p, I32 a) { for (int j = 0; j < 16; j++) p[j] = (int8_t)a.v[j]; }
 #undef POISE_LANES
+inline float fold_sum(F32 x) {
+    for (int half = 8; half; half >>= 1)
+        for (int j = 0; j < half; j++) x.v[j] = x.v[j] + x.v[j + half];
+    return x.v[0];
+}
+inline float fold_max(F32 x) {
+    float m = x.v[0];
+    for (int j = 1; j < 16; j++) m = x.v[j] > m ? x.v[j] : m;
+    return m;
+}
 
 #endif
 
