@@ -69,6 +69,7 @@ class FloatMatrix:
         self.paired = weights.type == "BF16"
         self.values: F64 = np.ascontiguousarray(math.widen(weights.values).T)
 
+    @math.quiet
     def product(self, a: F32) -> F32:
         """a [rows, in] → [rows, out]."""
         width, outputs = self.values.shape
