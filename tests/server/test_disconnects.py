@@ -28,13 +28,10 @@ def port(smollm2_path: Path) -> Iterator[int]:
         free: int = probe.getsockname()[1]
     server = subprocess.Popen(
         [
-            sys.executable,
-            "-c",
-            "from poise.cli.main import main; main()",
-            "serve",
-            str(smollm2_path),
-        ]
-        + ["--port", str(free), "--kv-cache-memory-bytes", "64MiB", "--served-model-name", "m"],
+            *(sys.executable, "-c", "from poise.cli.main import main; main()", "serve"),
+            *(str(smollm2_path), "--port", str(free), "--served-model-name", "m"),
+            *("--kv-cache-memory-bytes", "64MiB"),
+        ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.DEVNULL,
     )
