@@ -101,6 +101,8 @@ class Distribution:
     minimum: float | None
     maximum: float | None
     percentiles: list[Percentile]
+    num_missed: int = 0
+    """Of n, requests that failed: they count as infinitely late, and mean and maximum leave them out."""
     effective_n: float | None = None
     """n (1 − ρ₁) / (1 + ρ₁) in order of arrival; far below n, the intervals are too narrow."""
 
@@ -208,12 +210,8 @@ class RunRecord:
     stopped: str | None = None
     """Why the run ended before its schedule did."""
     goodput_slos: dict[str, float] = field(default_factory=dict)
-    """Limits in seconds by metric: ttft, tpot, e2el, itl, chunk_gap."""
+    """Limits in seconds by metric: ttft, tpot, e2el, itl_p95, chunk_gap_p95."""
     metrics: list[Scrape] = field(default_factory=list)
-    dispatch_lag_s: list[float] = field(default_factory=list)
-    """sent − ready of every request that was sent, in index order."""
-    loop_lag_s: list[float] = field(default_factory=list)
-    """How late each beat of the client's own heartbeat came."""
     rows_file: str | None = None
     rows_sha256: str | None = None
     schema: str = SCHEMA
