@@ -47,6 +47,8 @@ FlushDenormals::FlushDenormals() {
 #elif defined(__aarch64__)
     asm volatile("mrs %0, fpcr" : "=r"(saved_));
     asm volatile("msr fpcr, %0" : : "r"(saved_ | (1ull << 24)));
+#else
+#error "FTZ and DAZ are part of the numerics contract: say here how this processor turns them on"
 #endif
 }
 

@@ -8,39 +8,13 @@
 #include <string>
 
 #include "kernels.h"
+#include "pool.h"
 #include "sampling.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 namespace nb = nanobind;
 
 namespace poise {
 namespace {
-
-#if defined(__x86_64__)
-class FlushDenormals {
-    unsigned saved = _mm_getcsr();
-
-public:
-    FlushDenormals() { _mm_setcsr(saved | 0x8040); }
-    ~FlushDenormals() { _mm_setcsr(saved); }
-};
-#elif defined(__aarch64__)
-class FlushDenormals {
-    uint64_t saved;
-
-public:
-    FlushDenormals() {
-        asm volatile("mrs %0, fpcr" : "=r"(saved));
-        asm volatile("msr fpcr, %0" : : "r"(saved | (1u << 24)));
-    }
-    ~FlushDenormals() { asm volatile("msr fpcr, %0" : : "r"(saved)); }
-};
-#else
-#error "FTZ and DAZ are part of the numerics contract: say here how this processor turns them on"
-#endif
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
