@@ -59,7 +59,7 @@ def placeholders(
 
     Raises ConfigError if the server needs packages that aren't there yet.
     """
-    if spec.prepare is not None and not is_prepared(spec):
+    if not is_prepared(spec):
         raise ConfigError(
             f"server {spec.name} is not prepared; see what it needs with 'poise bench servers "
             f"{spec.name} --plan'"
@@ -91,12 +91,14 @@ def _packages(folder: Path) -> Path:
 
 
 def is_prepared(spec: ServerSpec) -> bool:
-    """Whether exactly these packages were installed to the end."""
+    """Whether nothing is missing: exactly these packages were installed to the end, or none are needed."""
+    if spec.prepare is None:
+        return True
     try:
         written = (peer_folder(spec) / COMPLETE).read_text(encoding="utf-8")
     except OSError:
         return False
-    return spec.prepare is None or written == _receipt(spec.prepare)
+    return written == _receipt(spec.prepare)
 
 
 def _receipt(needs: Preparation) -> str:
