@@ -35,13 +35,17 @@ class Metric:
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One schedule sent to both arms; `first` was measured before the other. A value is None where nothing was observed."""
+    """One schedule sent to both arms; `first` was measured before the other. A value is None where nothing was observed.
+
+    `failures` says which gates a block failed; such a pair is left out.
+    """
 
     seed: int
     schedule_sha256: str
     first: Arm
     a: dict[str, float | None]
     b: dict[str, float | None]
+    failures: list[str] = []
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -74,11 +78,11 @@ class MetricResult(msgspec.Struct, frozen=True):
 
 
 def log_ratios(pairs: Sequence[Pair], metric: str) -> list[float]:
-    """ln(B ÷ A) of each pair that has a positive value on both sides."""
+    """ln(B ÷ A) of each pair without failures that has a positive value on both sides."""
     ratios = []
     for pair in pairs:
         a, b = pair.a.get(metric), pair.b.get(metric)
-        if a is not None and b is not None and a > 0 and b > 0:
+        if not pair.failures and a is not None and b is not None and a > 0 and b > 0:
             ratios.append(math.log(b / a))
     return ratios
 
