@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "executor": {"core", "executor"} | NUMBERS | SETTINGS | FOUNDATION,
     "engine": {"core", "executor", "engine"} | NUMBERS | SETTINGS | FOUNDATION,
     "server": {"core", "engine", "server"} | SETTINGS | FOUNDATION,
-    "cli": {"core", "engine", "executor", "server", "cli", "optimisations", "weights", ""}
+    "bench": {"bench", "weights"} | SETTINGS | FOUNDATION,
+    "cli": {"bench", "core", "engine", "executor", "server", "cli", "optimisations", "weights", ""}
     | SETTINGS
     | FOUNDATION,
 }
