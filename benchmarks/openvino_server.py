@@ -124,7 +124,10 @@ def _hand_out(
 
 
 def _finish_reason(reason: Any) -> str | None:
-    names = {genai.GenerationFinishReason.STOP: "stop", genai.GenerationFinishReason.LENGTH: "length"}
+    names = {
+        genai.GenerationFinishReason.STOP: "stop",
+        genai.GenerationFinishReason.LENGTH: "length",
+    }
     return names.get(reason)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from poise.bench.conformance import (
-    QUANTITIES,
     Comparison,
     compare_number,
     compare_statistic,
@@ -24,7 +23,8 @@ from poise.bench.conformance import (
 from poise.bench.mock_server import Served
 from poise.bench.record import RecordError
 
-FIGURE = re.compile(r"(mean|median|p[0-9.]+)_(ttft|tpot|itl|e2el)_ms")
+METRICS = ("ttft", "tpot", "itl", "e2el")
+FIGURE = re.compile(rf"(mean|median|p[0-9.]+)_({'|'.join(METRICS)})_ms")
 
 
 class VllmResult(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ def score_vllm_result(result: VllmResult, served: Sequence[Served]) -> list[Comp
     present = {match[2] for name in result.figures_ms if (match := FIGURE.fullmatch(name))}
     comparisons += [
         Comparison(metric, None, None, "s", False, "not reported")
-        for metric in QUANTITIES
+        for metric in METRICS
         if metric not in present
     ]
     return comparisons

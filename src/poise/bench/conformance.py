@@ -14,6 +14,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from poise.bench.mock_server import Served, ServedEvent
+from poise.bench.record import RequestRow, RunRecord
 from poise.bench.statistics import percentile
 
 TOLERANCE_S = 0.001
@@ -75,15 +76,21 @@ def chunk_gaps(served: Served) -> list[float]:
     return [b.written - a.written for a, b in pairwise(token_events(served))]
 
 
-def inter_token_intervals(served: Served) -> list[float]:
-    """One interval per token after the first: a chunk of k tokens ends one gap and then k − 1 of zero."""
-    intervals: list[float] = []
-    last: float | None = None
-    for event in token_events(served):
-        if last is not None:
-            intervals.append(event.written - last)
-        intervals += [0.0] * (event.num_tokens - 1)
-        last = event.written
+def token_intervals(served: Served) -> list[float]:
+    """One interval per token after the first chunk: a gap before k tokens is k intervals of a kth."""
+    return [
+        (later.written - earlier.written) / later.num_tokens
+        for earlier, later in pairwise(token_events(served))
+        for _ in range(later.num_tokens)
+    ]
+
+
+def intervals_with_zeros(served: Served) -> list[float]:
+    """A gap before k tokens is that gap and then k − 1 zeros (inference-perf)."""
+    events = token_events(served)
+    intervals = [0.0] * (events[0].num_tokens - 1) if events else []
+    for earlier, later in pairwise(events):
+        intervals += [later.written - earlier.written, *[0.0] * (later.num_tokens - 1)]
     return intervals
 
 
@@ -92,23 +99,12 @@ def gaps_with_first(served: Served) -> list[float]:
     return time_to_first_token(served) + chunk_gaps(served)
 
 
-def smeared_gaps(served: Served) -> list[float]:
-    """Each chunk's gap divided evenly among its tokens (sglang)."""
-    events = token_events(served)
-    return [
-        (later.written - earlier.written) / later.num_tokens
-        for earlier, later in pairwise(events)
-        for _ in range(later.num_tokens)
-    ]
-
-
 def time_per_output_token(served: Served) -> list[float]:
-    """(last token − first token) / (tokens − 1); undefined below two tokens."""
+    """(end − first token) / (tokens − 1); undefined below two tokens."""
     events = token_events(served)
-    tokens = served.completion_tokens
-    if not whole(served) or tokens < 2 or not events:
+    if not whole(served) or served.completion_tokens < 2 or not events:
         return []
-    return [(events[-1].written - events[0].written) / (tokens - 1)]
+    return [(served.events[-1].written - events[0].written) / (served.completion_tokens - 1)]
 
 
 def time_per_token_with_first(served: Served) -> list[float]:
@@ -131,13 +127,14 @@ QUANTITIES: dict[str, dict[str, Samples]] = {
         "first token of the answer": time_to_first_answer,
     },
     "itl": {
-        "interval per token": inter_token_intervals,
+        "a gap before k tokens is k kths": token_intervals,
         "gap between chunks": chunk_gaps,
-        "gap divided among a chunk's tokens": smeared_gaps,
+        "a gap and k − 1 zeros": intervals_with_zeros,
         "gaps with TTFT among them": gaps_with_first,
     },
+    "chunk_gap": {"gap between chunks": chunk_gaps},
     "tpot": {
-        "(last − first token) / (tokens − 1)": time_per_output_token,
+        "(end − first token) / (tokens − 1)": time_per_output_token,
         "end to end / tokens": time_per_token_with_first,
         "per chunk": time_per_chunk,
     },
@@ -200,28 +197,29 @@ def compare_number(
     return Comparison(figure, reported, expected, unit, agrees, "" if agrees else "differs")
 
 
-STATISTICS: dict[str, Callable[[list[float]], float]] = {
-    "mean": fmean,
-    "median": lambda ordered: percentile(ordered, 50, 7),
-}
-
-
-def expected_statistic(served: Sequence[Served], samples: Samples, statistic: str) -> float | None:
-    """`mean`, `median` or `pNN` (type 7, as numpy) of a quantity over requests; None without values."""
+def expected_statistic(
+    served: Sequence[Served], samples: Samples, statistic: str, hyndman_fan_type: int = 7
+) -> float | None:
+    """`mean`, `median` or `pNN` of a quantity over requests; None without values."""
     ordered = sorted(value for one in served for value in samples(one))
     if not ordered:
         return None
-    if statistic in STATISTICS:
-        return STATISTICS[statistic](ordered)
-    return percentile(ordered, float(statistic.removeprefix("p")), 7)
+    if statistic == "mean":
+        return fmean(ordered)
+    percent = 50.0 if statistic == "median" else float(statistic.removeprefix("p"))
+    return percentile(ordered, percent, hyndman_fan_type)
 
 
 def compare_statistic(
-    metric: str, statistic: str, reported: float | None, served: Sequence[Served]
+    metric: str,
+    statistic: str,
+    reported: float | None,
+    served: Sequence[Served],
+    hyndman_fan_type: int = 7,
 ) -> Comparison:
-    """A reported statistic of ttft, itl, tpot or e2el, in seconds, against every definition in use."""
+    """A reported statistic of a metric, in seconds, against every definition of it in use."""
     candidates = {
-        name: expected_statistic(served, samples, statistic)
+        name: expected_statistic(served, samples, statistic, hyndman_fan_type)
         for name, samples in QUANTITIES[metric].items()
     }
     return compare_seconds(f"{statistic} {metric}", reported, candidates)
@@ -231,3 +229,47 @@ def span(served: Sequence[Served]) -> float:
     """Seconds from the first arrival to the last end."""
     ends = [one.finished for one in served if one.finished is not None]
     return max(ends) - min(one.arrived for one in served) if ends else math.nan
+
+
+MOCK_METRICS = {
+    "ttft_from_send": "ttft",
+    "itl": "itl",
+    "chunk_gap": "chunk_gap",
+    "tpot": "tpot",
+    "e2el_from_send": "e2el",
+}
+"""Distributions of our own records that the mock can know, and its names for them."""
+
+
+def compare_run(record: RunRecord, served: Sequence[Served]) -> list[Comparison]:
+    """Every figure of our record's full window that the mock can judge. `served` is without warm-ups."""
+    summary = record.summary["full"]
+    complete = [one for one in served if whole(one)]
+    tokens = sum(one.completion_tokens for one in complete)
+    comparisons = [
+        compare_number("answered", summary.statuses.get("ok", 0), len(complete), "", share=0)
+    ]
+    rates = {"request_throughput": len(complete), "output_throughput": tokens}
+    for name, count in rates.items():
+        reported = record.figure(name)
+        comparisons.append(compare_number(name, reported, count / span(served), "1/s"))
+    for name, metric in MOCK_METRICS.items():
+        found = summary.distributions[name]
+        comparisons.append(compare_statistic(metric, "mean", found.mean, complete))
+        comparisons += [
+            compare_statistic(
+                metric, f"p{item.percent:g}", item.value, complete, item.hyndman_fan_type
+            )
+            for item in found.percentiles
+        ]
+    return comparisons
+
+
+def pair(rows: Sequence[RequestRow], served: Sequence[Served]) -> list[tuple[RequestRow, Served]]:
+    """Rows with the mock's records of them, by the digest of the answer's text; needs a profile with labelled texts."""
+    by_digest = {one.text_sha256: one for one in served}
+    return [
+        (row, by_digest[row.text_sha256])
+        for row in rows
+        if row.text_sha256 is not None and row.text_sha256 in by_digest
+    ]

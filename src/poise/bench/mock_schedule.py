@@ -47,6 +47,8 @@ class MockSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Chunks with empty content, spread evenly before the first token."""
     token_text: str = " t"
     """Each token's text is this and its number."""
+    labelled: bool = False
+    """Begins each token's text with the answer's id, so that no two answers have one text."""
     finish_reason: Literal["stop", "length"] | None = None
     """None: "length" when max_tokens is reached, else "stop"."""
     finish: Literal["last_token", "own_chunk"] = "last_token"
@@ -155,6 +157,12 @@ def chunk_plan(schedule: MockSchedule, request: MockRequest) -> Iterator[tuple[f
         index += 1
 
 
+def token_texts(schedule: MockSchedule, answer_id: str, numbers: range) -> str:
+    """The joined text of tokens by their numbers."""
+    label = f"{schedule.token_text}{answer_id}." if schedule.labelled else schedule.token_text
+    return "".join(f"{label}{number}" for number in numbers)
+
+
 def prompt_tokens(schedule: MockSchedule, request: MockRequest) -> int:
     return len(request.prompt) if schedule.prompt_tokens is None else schedule.prompt_tokens
 
@@ -198,7 +206,7 @@ def timeline(schedule: MockSchedule, request: MockRequest, answer_id: str) -> li
     sent = 0
     for index, (at, count) in enumerate(plan[:cut_at]):
         kind: Kind = "reasoning" if sent < schedule.num_reasoning_tokens else "content"
-        text = "".join(f"{schedule.token_text}{n}" for n in range(sent, sent + count))
+        text = token_texts(schedule, answer_id, range(sent, sent + count))
         sent += count
         last = whole and index == len(plan) - 1 and schedule.finish == "last_token"
         data = _chunk(schedule, request, answer_id, {_field(schedule, kind): text}, last)
@@ -293,8 +301,8 @@ def whole_answer(schedule: MockSchedule, request: MockRequest, answer_id: str) -
     plan = list(chunk_plan(schedule, request))
     total = num_completion_tokens(schedule, request)
     num_reasoning = min(schedule.num_reasoning_tokens, total)
-    reasoning = "".join(f"{schedule.token_text}{n}" for n in range(num_reasoning))
-    text = "".join(f"{schedule.token_text}{n}" for n in range(num_reasoning, total))
+    reasoning = token_texts(schedule, answer_id, range(num_reasoning))
+    text = token_texts(schedule, answer_id, range(num_reasoning, total))
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(schedule, request)}
     if request.chat:
         message = {"role": "assistant", "content": text}

@@ -13,6 +13,7 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
+from hashlib import sha256
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -59,6 +60,12 @@ class Served(msgspec.Struct):
     finished: float | None = None
     outcome: str = "running"
     """The schedule's end, "status NNN", or "client left"."""
+
+    @property
+    def text_sha256(self) -> str:
+        """Of the answer's text, reasoning not included, as far as it was sent."""
+        text = "".join(event.text for event in self.events if event.kind != "reasoning")
+        return sha256(text.encode()).hexdigest()
 
 
 @dataclass(slots=True)
@@ -295,8 +302,8 @@ class Answering:
         return False
 
     async def _wait(self, at_s: float) -> None:
-        left = self.served.admitted + at_s - perf_counter()
-        if left > 0:
+        due = self.served.admitted + at_s
+        while (left := due - perf_counter()) > 0:  # an event loop may wake early
             await asyncio.sleep(left)
         if self.connection.left:
             raise ConnectionResetError

@@ -19,6 +19,7 @@ from poise.bench.compare import CONFIDENCE, Arm, Metric, MetricResult, Pair, com
 from poise.bench.record import RecordError, RunRecord, ServerInfo, write_bytes
 from poise.bench.schedule import PlannedRequest, Prompt, Schedule
 from poise.bench.workloads import TOKEN_RANGE, word
+from poise.errors import PoiseError
 
 SCHEMA = "poise.bench.comparison/1"
 METRICS = (
@@ -28,6 +29,11 @@ METRICS = (
     Metric("e2el_p50", "s", "lower"),
     Metric("chunk_gap_p99", "s", "lower"),
 )
+
+
+class BlockStoppedError(PoiseError):
+    """A block ended before its schedule: the server is gone, or a signal asked for the end."""
+
 
 RunBlock = Callable[[Target, Schedule], Awaitable[RunRecord]]
 Report = Callable[[str], None]
@@ -70,14 +76,19 @@ async def run_pairs(
     """Sends each schedule to both, A first and B first in turn, and appends a pair for each to `into`.
 
     Two targets that are one server get different prompts of equal lengths, else the second block would be answered from the
-    first one's cache.
+    first one's cache. Raises BlockStoppedError; the pairs before it stay.
     """
     is_one_server = (a.base_url, a.model) == (b.base_url, b.model)
     for index, schedule in enumerate(schedules):
         first: Arm = "A" if index % 2 == 0 else "B"
         later = salted(schedule) if is_one_server else schedule
         order = [(a, schedule), (b, later)] if first == "A" else [(b, schedule), (a, later)]
-        records = [await run(target, block) for target, block in order]
+        records = []
+        for target, block in order:
+            record = await run(target, block)
+            if record.stopped:
+                raise BlockStoppedError(f"pair {index + 1}, {target.name}: {record.stopped}")
+            records.append(record)
         of_a, of_b = records if first == "A" else reversed(records)
         failures = [*_failures("A", of_a), *_failures("B", of_b)]
         values_a, values_b = values(of_a), values(of_b)
@@ -100,12 +111,7 @@ def values(record: RunRecord) -> dict[str, float | None]:
 
 
 def _failures(arm: Arm, record: RunRecord) -> list[str]:
-    if record.valid:
-        return []
-    reasons = [f"{gate.name}: {gate.reason}" for gate in record.failed_gates]
-    if record.stopped:
-        reasons.append(record.stopped)
-    return [f"{arm} {reason}" for reason in reasons or ["is invalid"]]
+    return [f"{arm} {gate.name}: {gate.reason}" for gate in record.failed_gates]
 
 
 def _shown(value: float | None) -> str:

@@ -55,8 +55,8 @@ ONE = served(("content", 0.1, 1), ("done", 0.1, 0))
         (conformance.time_to_first_event, [0.005]),
         (conformance.end_to_end, [0.5]),
         (conformance.chunk_gaps, [0.1, 0.2]),
-        (conformance.inter_token_intervals, [0.1, 0, 0, 0, 0.2, 0]),
-        (conformance.smeared_gaps, [0.025] * 4 + [0.1] * 2),
+        (conformance.intervals_with_zeros, [0.1, 0, 0, 0, 0.2, 0]),
+        (conformance.token_intervals, [0.025] * 4 + [0.1] * 2),
         (conformance.gaps_with_first, [0.2, 0.1, 0.2]),
         (conformance.time_per_output_token, [0.3 / 6]),
         (conformance.time_per_token_with_first, [0.5 / 7]),
@@ -69,12 +69,12 @@ def test_each_definition_on_chunks_of_1_4_2(
     assert samples(BUNDLED) == pytest.approx(expected)
 
 
-def test_one_interval_per_token_after_the_first_whatever_the_chunks() -> None:
+def test_intervals_add_up_to_the_chunk_gaps() -> None:
     for one in (BUNDLED, REASONED, ONE):
-        assert len(conformance.inter_token_intervals(one)) == one.completion_tokens - 1
-        assert sum(conformance.inter_token_intervals(one)) == pytest.approx(
+        assert sum(conformance.token_intervals(one)) == pytest.approx(
             sum(conformance.chunk_gaps(one))
         )
+        assert len(conformance.intervals_with_zeros(one)) == one.completion_tokens - 1
 
 
 def test_what_is_not_defined_has_no_value() -> None:
@@ -140,7 +140,7 @@ def test_vllms_result_is_scored_figure_by_figure(tmp_path: Path) -> None:
         "mean ttft": (False, "first event of any kind"),
         "mean itl": (False, "gap between chunks"),
         "p99 itl": (False, "gap between chunks, gaps with TTFT among them"),
-        "mean tpot": (True, "(last − first token) / (tokens − 1)"),
+        "mean tpot": (True, "(end − first token) / (tokens − 1)"),
         "e2el": (False, "not reported"),
     }
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from poise.bench import presets
 from poise.bench.managed_server import ManagedServerError, Preparation, ServerSpec, expand
-from poise.cli.bench_server import command
+from poise.cli.bench_servers import command
 from poise.errors import ConfigError
 
 STARTED = {"host": "127.0.0.1", "port": "1234", "temporary": "/nowhere"}

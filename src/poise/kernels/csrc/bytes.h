@@ -117,16 +117,18 @@ POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*
     const __m256i ones = _mm256_set1_epi16(1);
     for (int begin = FIRST; begin < LAST; begin += RUN) {
         __m256i sum[ROWS][V];
-        unrolled<ROWS>([&](auto r) POISE_INLINE {
-            const __m256i b = broadcast_quad(q + r * 32 + 4 * begin);
-            unrolled<V>([&](auto v) POISE_INLINE { sum[r][v] = multiply_pairs<BITS>(w[v][begin].v, b); });
-        });
-        unrolled<RUN - 1>([&](auto i) POISE_INLINE {
-            const int j = begin + 1 + i;
+        unrolled<RUN>([&](auto i) POISE_INLINE {
+            const int j = begin + i;
+            __m256i x[V];
+            unrolled<V>([&](auto v) POISE_INLINE {
+                x[v] = w[v][j].v;
+                asm("" : "+x"(x[v]));  // else g++ reads it again from memory for each row
+            });
             unrolled<ROWS>([&](auto r) POISE_INLINE {
                 const __m256i b = broadcast_quad(q + r * 32 + 4 * j);
                 unrolled<V>([&](auto v) POISE_INLINE {
-                    sum[r][v] = _mm256_add_epi16(sum[r][v], multiply_pairs<BITS>(w[v][j].v, b));
+                    const __m256i product = multiply_pairs<BITS>(x[v], b);
+                    sum[r][v] = i == 0 ? product : _mm256_add_epi16(sum[r][v], product);
                     asm("" : "+x"(sum[r][v]));  // else g++ reorders the exact sums and spills every product
                 });
             });
