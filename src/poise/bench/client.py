@@ -7,24 +7,20 @@ timeout; whatever happens to a request ends in its row.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import aiohttp
 import msgspec
 
 from poise.bench.answer import DONE, Event, error_text, excerpt, fail, read_body, read_stream
 from poise.bench.record import ClientOptions, RequestRow, ServerInfo
 from poise.bench.schedule import PlannedRequest
 from poise.bench.sse import EventParser
+from poise.bench.wire import Exchange, Wire
 from poise.errors import ConfigError, PoiseError
 
-READ_BUFFER_BYTES = 2**20  # aiohttp's 64 KiB would make a slow client out of a long answer
-ERROR_BODY_BYTES = 4096
 BODY_LIMIT_BYTES = 64 * 2**20
 PROBE_TIMEOUT_S = 10.0
 
@@ -42,10 +38,6 @@ class Target:
     model: str
     name: str = ""
     api_key: str | None = field(default=None, repr=False)
-
-    @property
-    def url(self) -> str:
-        return self.base_url + self.endpoint
 
     def info(self) -> ServerInfo:
         shown = without_credentials(self.base_url)
@@ -78,7 +70,7 @@ def encode_body(
     request: PlannedRequest, model: str, options: ClientOptions, *, continuous_usage: bool
 ) -> bytes:
     """The request's JSON, encoded before the clock runs. `extra_body` has the last word."""
-    is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
+    is_chat = isinstance(request.prompt[0], dict)
     body: dict[str, Any] = {
         "model": model,
         "messages" if is_chat else "prompt": request.prompt,
@@ -98,7 +90,7 @@ def encode_body(
 
 
 class LoadClient:
-    """An aiohttp session set up not to stand in the way. Use it as an async context manager."""
+    """Sends requests to one server. Use it as an async context manager; `clock_zero` is a reading of `perf_counter`."""
 
     def __init__(
         self,
@@ -109,146 +101,170 @@ class LoadClient:
         clock_zero: float = 0.0,
     ) -> None:
         self.clock_zero = clock_zero
-        self._url = target.url
-        self._base_url = target.base_url
+        self._target = target
         self._options = options
         self._keep_text = keep_text
-        self._headers = {
-            "Content-Type": "application/json",
-            "Accept-Encoding": "identity",
-            **target.headers(),
-        }
-        self._stack = AsyncExitStack()
-        self._session: aiohttp.ClientSession | None = None
+        self._wire = Wire(target.base_url, reuse=options.reuse_connections)
+        self._headers = target.headers()
+        self._post_headers = {"Content-Type": "application/json", **self._headers}
 
     async def __aenter__(self) -> LoadClient:
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            force_close=not self._options.reuse_connections,
-            ttl_dns_cache=3600,
-        )
-        self._session = await self._stack.enter_async_context(
-            aiohttp.ClientSession(
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=self._options.timeout_s),
-                read_bufsize=READ_BUFFER_BYTES,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            )
-        )
+        """Finds the server; raises ServerError where nothing listens."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._wire.resolve()
+        except OSError as error:
+            raise ServerError(
+                f"{self._target.info().base_url}: {_connection_error(error)}"
+            ) from None
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "the client is used outside its context"
-        return self._session
+        await self._wire.close()
 
     async def send(self, body: bytes, row: RequestRow) -> None:
         """Sends one request and fills its row; raises nothing but cancellation, which the row knows too."""
         zero = self.clock_zero
-        events: list[Event] = []
+        answer = _Answer(self._options.stream)
+        head = self._wire.head("POST", self._target.endpoint, self._post_headers, len(body))
+        exchange = Exchange(head + body, answer.take)
+        answer.exchange = exchange
         row.sent = perf_counter() - zero
+        failure: BaseException | None = None
         try:
-            async with self.session.post(
-                self._url, data=body, headers=self._headers, allow_redirects=False
-            ) as response:
-                row.first_byte = perf_counter() - zero
-                row.http_status = response.status
-                if response.status != 200:
-                    await self._refused(response, row)
-                elif self._options.stream:
-                    await self._stream(response, row, events)
-                else:
-                    body = await _bounded(response)
-                    row.end = perf_counter() - zero
-                    row.streamed = False
-                    read_body(row, body, keep_text=self._keep_text)
-        except asyncio.CancelledError:
-            self._interrupted(row, events)
-            row.status, row.error = "cancelled", "the run ended before the answer did"
-            raise
-        except TimeoutError:
-            self._interrupted(row, events)
-            limit = self._options.timeout_s
-            row.status, row.error = "timeout", f"no end within {limit:g} s"
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            self._interrupted(row, events)
-            row.status = "truncated" if events else "error"
-            row.error = _connection_error(error)
-        if row.end is None:
-            row.end = perf_counter() - zero
+            await self._wire.run(exchange, self._options.timeout_s)
+        except (OSError, asyncio.CancelledError) as error:  # TimeoutError is an OSError
+            failure = error
+            exchange.last_at = perf_counter()
+        row.end = exchange.last_at - zero
+        row.http_status = exchange.status or None
+        if exchange.head_at is not None:
+            row.first_byte = exchange.head_at - zero
+        self._fill(row, exchange, answer, complete=failure is None)
+        if failure is not None:
+            self._broken(row, answer, failure)
+        if isinstance(failure, asyncio.CancelledError):
+            raise failure
 
-    async def _stream(
-        self, response: aiohttp.ClientResponse, row: RequestRow, events: list[Event]
+    def _fill(
+        self, row: RequestRow, exchange: Exchange, answer: _Answer, *, complete: bool
     ) -> None:
-        """Stamps each event with the instant its last byte was read; parses once the stream has ended."""
-        if not response.content_type.startswith("text/event-stream"):
-            start = await response.content.read(ERROR_BODY_BYTES)
-            fail(row, f"a stream was asked for, {response.content_type} came: {excerpt(start)}")
+        """Reads what came, once nothing more is to come."""
+        if exchange.head_at is None:
             return
-        zero = self.clock_zero
-        content = response.content
-        parser = EventParser()
-        done = False
-        while not done:
-            read = await content.readany()
-            now = perf_counter() - zero
-            for data in parser.feed(read) if read else parser.finish():
-                if data == DONE:
-                    done = True
-                    break
-                events.append((now, data))
-            if not read:
-                break
-        row.end = now
-        if done and self._options.reuse_connections:
-            while await content.readany():  # a connection is reusable once its answer is read
-                pass
-        read_stream(row, events, done=done, keep_text=self._keep_text)
+        if exchange.status != 200:
+            fail(row, f"HTTP {exchange.status}: {_refusal(answer.body())}")
+        elif answer.overflow:
+            fail(row, f"the answer is larger than {BODY_LIMIT_BYTES} bytes")
+        elif answer.is_stream:
+            zero = self.clock_zero
+            if complete and not answer.done:
+                answer.finish()
+            events = [(time - zero, data) for time, data in answer.events]
+            read_stream(row, events, done=answer.done, keep_text=self._keep_text)
+        elif self._options.stream:
+            body = excerpt(answer.body())
+            fail(row, f"a stream was asked for, {exchange.content_type or 'no type'} came: {body}")
+        elif complete:
+            row.streamed = False
+            read_body(row, answer.body(), keep_text=self._keep_text)
 
-    async def _refused(self, response: aiohttp.ClientResponse, row: RequestRow) -> None:
-        start = await response.content.read(ERROR_BODY_BYTES)
-        row.end = perf_counter() - self.clock_zero
-        fail(row, f"HTTP {response.status}: {_refusal(start)}")
+    def _broken(self, row: RequestRow, answer: _Answer, failure: BaseException) -> None:
+        """The class of an answer that did not come to its end; an error the server told of before stays."""
+        if isinstance(failure, asyncio.CancelledError):
+            row.status, row.error = "cancelled", "the run ended before the answer did"
+        elif isinstance(failure, TimeoutError):
+            row.status = "timeout"
+            row.error = f"no end within {self._options.timeout_s:g} s"
+        elif row.status != "error":
+            row.status = "truncated" if answer.events else "error"
+            row.error = _connection_error(failure)
 
-    def _interrupted(self, row: RequestRow, events: list[Event]) -> None:
-        """Keeps what had come of a stream that will not end."""
-        row.end = perf_counter() - self.clock_zero
-        if events and row.first_event is None:
-            read_stream(row, events, done=False, keep_text=self._keep_text)
-
-    async def get(self, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+    async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of a GET beside the load, within a bound of time; raises ServerError."""
+        answer = _Answer(stream=False)
+        exchange = Exchange(self._wire.head("GET", path, self._headers, None), answer.take)
+        answer.exchange = exchange
         try:
-            async with self.session.get(
-                self._base_url + path,
-                headers={**self._headers, **(headers or {})},
-                timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S),
-            ) as response:
-                return response.status, await _bounded(response)
+            await self._wire.run(exchange, PROBE_TIMEOUT_S)
         except TimeoutError:
-            raise ServerError(
-                f"{without_credentials(self._base_url)}: no answer within {PROBE_TIMEOUT_S:g} s"
-            ) from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerError(
-                f"{without_credentials(self._base_url)}: {_connection_error(error)}"
-            ) from None
+            reason = f"no answer within {PROBE_TIMEOUT_S:g} s"
+        except OSError as error:
+            reason = _connection_error(error)
+        else:
+            return exchange.status, answer.body()
+        raise ServerError(f"{self._target.info().base_url}: {reason}")
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    """The whole body, refused beyond a limit."""
-    parts = []
-    size = 0
-    while part := await response.content.readany():
-        size += len(part)
-        if size > BODY_LIMIT_BYTES:
-            raise ValueError(f"the answer is larger than {BODY_LIMIT_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
+class _Answer:
+    """Takes the pieces of one answer as they come: events of a stream with their instants, else the body."""
+
+    __slots__ = (
+        "_parts",
+        "_size",
+        "_stream",
+        "_wants_stream",
+        "done",
+        "events",
+        "exchange",
+        "overflow",
+    )
+
+    def __init__(self, stream: bool) -> None:
+        self.exchange: Exchange | None = None
+        self.events: list[Event] = []
+        self.done = False
+        """`[DONE]` came."""
+        self.overflow = False
+        self._wants_stream = stream
+        self._stream: EventParser | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    @property
+    def is_stream(self) -> bool:
+        """An answer that says it is a stream is one, even before its first piece."""
+        exchange = self.exchange
+        assert exchange is not None
+        return (
+            self._wants_stream
+            and exchange.status == 200
+            and exchange.content_type == "text/event-stream"
+        )
+
+    def take(self, piece: bytes, now: float) -> bool:
+        """True when the rest does not matter."""
+        parser = self._stream
+        if parser is None:
+            if not self.is_stream:
+                return self._keep(piece)
+            parser = self._stream = EventParser()
+        for data in parser.feed(piece):
+            if data == DONE:
+                self.done = True
+                return True
+            self.events.append((now, data))
+        return False
+
+    def finish(self) -> None:
+        """The stream ended: what stands before its end without a blank line counts too."""
+        if self._stream is None:
+            return
+        assert self.exchange is not None
+        for data in self._stream.finish():
+            if data == DONE:
+                self.done = True
+            else:
+                self.events.append((self.exchange.last_at, data))
+
+    def _keep(self, piece: bytes) -> bool:
+        self._parts.append(piece)
+        self._size += len(piece)
+        self.overflow = self._size > BODY_LIMIT_BYTES
+        return self.overflow
+
+    def body(self) -> bytes:
+        return b"".join(self._parts)
 
 
 def _refusal(body: bytes) -> str:

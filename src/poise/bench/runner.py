@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from time import perf_counter
 from typing import Any
 
@@ -392,7 +391,6 @@ def provenance() -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "clock": clock.implementation,
         "clock_resolution_s": clock.resolution,
-        "aiohttp": metadata.version("aiohttp"),
     }
 
 

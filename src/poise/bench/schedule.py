@@ -20,8 +20,8 @@ from poise.bench.record import RecordError, ScheduleInfo, write_bytes
 
 SCHEMA = "poise.bench.schedule/1"
 
-Prompt = str | list[int] | list[dict[str, Any]]
-"""Text, token ids, or chat messages."""
+Prompt = str | Sequence[int | dict[str, Any]]
+"""Text, token ids, or chat messages; ids and messages are never mixed."""
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
@@ -132,6 +132,12 @@ def check(schedule: Schedule, path: Path) -> None:
     """A schedule from a file must be one that can be run."""
     if not schedule.requests:
         raise RecordError(f"{path}: a schedule without requests")
+    for number, request in enumerate([*schedule.warmups, *schedule.requests]):
+        kinds = {type(item) for item in request.prompt}
+        if len(kinds) != 1 or kinds == {bool} or request.max_tokens < 1:
+            raise RecordError(f"{path}: request {number} has no proper prompt or max_tokens")
+        if schedule.kind == "chat" and kinds != {dict}:
+            raise RecordError(f"{path}: request {number} has no messages for the chat endpoint")
     instants = [request.at for request in schedule.requests]
     if schedule.is_closed:
         if schedule.concurrency is None or schedule.concurrency < 1:
@@ -149,10 +155,10 @@ def shareable_tokens(requests: Sequence[PlannedRequest]) -> int | None:
     """
     prompts: list[list[int]] = []
     for request in requests:
-        prompt = request.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict)):
+        ids = [token for token in request.prompt if isinstance(token, int)]
+        if len(ids) != len(request.prompt):
             return None
-        prompts.append(prompt)  # type: ignore[arg-type]
+        prompts.append(ids)
     prompts.sort()
     return sum(_common_prefix(a, b) for a, b in pairwise(prompts))
 

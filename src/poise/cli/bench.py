@@ -1,6 +1,6 @@
-"""`poise bench`: the group of measuring verbs. Each lives in its own module, poise.cli.bench_<verb>.
+"""`poise bench`: the group of measuring verbs.
 
-Knows no verb's meaning. Invariant: a verb whose libraries are missing says in one line how to install them.
+Knows no verb's meaning. Invariant: a verb <verb> lives in its own module, poise.cli.bench_<verb>, and is found by that name.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from pkgutil import iter_modules
 import click
 
 import poise.cli
-from poise.errors import ConfigError
 
 PREFIX = "bench_"
-EXTRA = {"aiohttp"}
-"""Libraries of the extra `bench`."""
 
 
 class BenchGroup(click.Group):
@@ -28,14 +25,7 @@ class BenchGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        try:
-            command = import_module(f"poise.cli.{PREFIX}{cmd_name}").command
-        except ModuleNotFoundError as error:
-            if error.name not in EXTRA:
-                raise
-            raise ConfigError(
-                f"poise bench needs {error.name}: pip install 'poise[bench]'"
-            ) from None
+        command = import_module(f"poise.cli.{PREFIX}{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
