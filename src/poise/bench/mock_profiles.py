@@ -84,7 +84,12 @@ PROFILES: dict[str, MockProfile] = {
         schedules=(MockSchedule(first_token_s=0.005, uncached_token_s=0.0002),),
         prefix_cache=True,
     ),
-    "instant": _one("everything at once, for load", first_token_s=0, gap_s=[0]),
+    "instant": _one(
+        "everything at once and in one write, for load",
+        first_token_s=0,
+        gap_s=[0],
+        events_per_write=1000,
+    ),
 }
 
 
