@@ -30,6 +30,11 @@ FIGURE_LABELS = {
     "cached_share": "cached prompt share",
     "goodput_share": "goodput share",
     "goodput": "goodput",
+    "server_prefix_hits": "server: prefix hits",
+    "server_preemptions": "server: preemptions",
+    "server_running_mean": "server: running, mean",
+    "server_waiting_peak": "server: waiting, peak",
+    "server_kv_usage_peak": "server: KV used, peak",
 }
 DEFAULT_METRICS = (
     "ttft",

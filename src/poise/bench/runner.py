@@ -27,7 +27,7 @@ from poise.bench.gates import GateLimits, Observed, judge
 from poise.bench.measure import summarise
 from poise.bench.record import ClientOptions, RequestRow, RunRecord, Scrape
 from poise.bench.schedule import PlannedRequest, Schedule
-from poise.bench.scrape import RawScrape, parse
+from poise.bench.scrape import RawScrape, parse, server_figures
 from poise.bench.statistics import PercentileChoice
 from poise.bench.windows import full_window, steady_window
 from poise.machine import environment_report
@@ -363,6 +363,11 @@ def build_record(
         raw.rows, end - begin, raw.in_flight_s, raw.loop_lags, raw.scrapes, raw.stopped
     )
     gates = judge(observed, schedule, settings.client.cache, settings.limits)
+    summary = {
+        name: summarise(raw.rows, *window, settings.percentiles, settings.goodput_slos)
+        for name, window in windows.items()
+    }
+    summary["full"].figures |= server_figures(raw.scrapes)
     return RunRecord(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         server=target.info(),
@@ -370,10 +375,7 @@ def build_record(
         client=settings.client,
         provenance=dict(provenance),
         duration_s=end - begin,
-        summary={
-            name: summarise(raw.rows, *window, settings.percentiles, settings.goodput_slos)
-            for name, window in windows.items()
-        },
+        summary=summary,
         steady_note=note,
         gates=gates,
         valid=not any(gate.verdict == "fail" for gate in gates),

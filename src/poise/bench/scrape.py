@@ -6,18 +6,23 @@ A reading is kept as bytes and parsed once the run is over, so that parsing dela
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from poise.bench.record import Scrape
+from poise.bench.record import Figure, Scrape
 
 PREFIXES = ("vllm:", "sglang:", "llamacpp:", "poise:")
 LEFT_OUT = ("_bucket", "_created")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
-GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+GAUGES = (
+    ("server_running", "vllm:num_requests_running", "requests"),
+    ("server_waiting", "vllm:num_requests_waiting", "requests"),
+    ("server_kv_usage", "vllm:kv_cache_usage_perc", ""),
+)
 PREEMPTIONS = "vllm:num_preemptions_total"
 
 Phase = Literal["before", "during", "after"]
@@ -58,6 +63,22 @@ def difference(scrapes: Sequence[Scrape], *names: str) -> float | None:
     return None
 
 
-def during(scrapes: Sequence[Scrape], name: str) -> list[float]:
-    """A gauge's readings under load."""
-    return [s.values[name] for s in scrapes if s.phase == "during" and name in s.values]
+def server_figures(scrapes: Sequence[Scrape]) -> dict[str, Figure]:
+    """What the server said of itself under load; a figure is left out where it said nothing."""
+    figures: dict[str, Figure] = {}
+
+    def add(name: str, definition: str, unit: str, value: float | None) -> None:
+        if value is not None:
+            figures[name] = Figure(definition, unit, value)
+
+    hits = difference(scrapes, *HITS)
+    add("server_prefix_hits", f"growth of {HITS[0]}", "tokens", hits)
+    preemptions = difference(scrapes, PREEMPTIONS)
+    add("server_preemptions", f"growth of {PREEMPTIONS}", "requests", preemptions)
+    for name, gauge, unit in GAUGES:
+        readings = [s.values[gauge] for s in scrapes if s.phase == "during" and gauge in s.values]
+        if readings:
+            mean = math.fsum(readings) / len(readings)
+            add(f"{name}_mean", f"mean of {len(readings)} readings of {gauge}", unit, mean)
+            add(f"{name}_peak", f"largest reading of {gauge}", unit, max(readings))
+    return figures

@@ -150,24 +150,25 @@ class Bench:
     def run(self) -> int:
         """Every schedule in turn; the worst exit status."""
         self._check()
+        schedules = self.schedules()
+        settings = [self.settings(schedule) for schedule in schedules]
         target = uvloop.run(reach(self._target()))
         worst = 0
-        schedules = self.schedules()
-        for schedule in schedules:
-            status = self._run_one(schedule, target, alone=len(schedules) == 1)
+        for schedule, how in zip(schedules, settings, strict=True):
+            status = self._run_one(schedule, target, how, alone=len(schedules) == 1)
             if status == 130:
                 return status
             worst = max(worst, status)
         return worst
 
-    def _run_one(self, schedule: Schedule, target: Target, *, alone: bool) -> int:
+    def _run_one(
+        self, schedule: Schedule, target: Target, settings: RunSettings, *, alone: bool
+    ) -> int:
         flags = self.flags
         if flags["save_schedule"]:
             schedule.write(_numbered(flags["save_schedule"], schedule, alone))
         with LiveSummary(str(schedule.workload.get("name")), len(schedule.requests)) as live:
-            record, rows = uvloop.run(
-                run_schedule(schedule, target, self.settings(schedule), live.update)
-            )
+            record, rows = uvloop.run(run_schedule(schedule, target, settings, live.update))
         click.echo(table(record, self._shown_metrics()))
         self._save(record, rows, schedule, alone)
         if record.stopped == INTERRUPTED:
@@ -192,6 +193,7 @@ class Bench:
     def _check(self) -> None:
         """Flags that contradict each other or lead nowhere."""
         flags = self.flags
+        self._shown_metrics()
         if flags["more_slos"] and not flags["slos"]:
             raise ConfigError(f"unexpected argument {flags['more_slos'][0]!r}")
         if flags["schedule_file"] and flags["workloads"]:
