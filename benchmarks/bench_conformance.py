@@ -4,14 +4,15 @@
 
 Accuracy: every mean and percentile of TTFT, token intervals, chunk gaps, TPOT and end-to-end, and the throughputs, within 1 ms or
 1 % of what the mock really did, by the median difference over --repeat runs (a wrong definition is wrong in all of them, a noisy
-machine is not). Load: at --rate requests a second, the 99th percentile of the dispatch lag under 5 ms. Run it on an idle machine;
-exit status 1 where a figure is off.
+machine is not). Load: at --rate requests a second, the 99th percentile of the dispatch lag under 5 ms. Run it on an idle machine,
+or under `chrt -f 10` where neighbours can't be sent away; the record says which. Exit status 1 where a figure is off.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import subprocess
 import sys
 import urllib.request
@@ -140,6 +141,14 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def scheduling() -> str:
+    """The policy that this process and the mock run under."""
+    if not hasattr(os, "sched_getscheduler"):
+        return "unknown"
+    names = {os.SCHED_OTHER: "SCHED_OTHER", os.SCHED_FIFO: "SCHED_FIFO", os.SCHED_RR: "SCHED_RR"}
+    return names.get(os.sched_getscheduler(0), "another")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--repeat", type=int, default=3, help="runs of each profile")
@@ -162,6 +171,7 @@ def main() -> int:
         "commit": commit(),
         "command": ["python", "benchmarks/bench_conformance.py", *sys.argv[1:]],
         "provenance": facts,
+        "scheduling": scheduling(),
         "agrees": agrees,
         **parts,
     }
