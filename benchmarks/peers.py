@@ -10,7 +10,6 @@ record with its reasons and is left out of the figures. Only ratios within one r
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import sys
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
 
 from poise.bench.client import Target
 from poise.bench.contestants import Contestant, contestant
@@ -82,7 +82,7 @@ def one(target: Target, workload: str, repetition: int, arguments: argparse.Name
     schedule = preset_schedule(workload, seed, rate=arguments.rate, seconds=arguments.seconds)
     slos = OPEN_PRESET_SLOS if workload == OPEN_PRESET else {}
     settings = RunSettings(goodput_slos=slos)
-    run, rows = asyncio.run(run_schedule(schedule, target, settings))
+    run, rows = uvloop.run(run_schedule(schedule, target, settings))
     if arguments.rows:
         write_run(run, rows, arguments.rows / f"{workload}-{target.name}-{repetition}.json")
     kept = PeerRun(

@@ -15,8 +15,6 @@ import pytest
 
 from poise.bench.paired_runs import read_comparison
 
-pytest.importorskip("aiohttp")
-
 POISE = [sys.executable, "-c", "from poise.cli.main import main; main()"]
 
 

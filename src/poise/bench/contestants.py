@@ -6,12 +6,13 @@ measured before a failure is in the record, marked invalid.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
+
+import uvloop
 
 from poise.bench.client import Target, clean_base_url
 from poise.bench.compare import CONFIDENCE
@@ -45,7 +46,7 @@ class Contestant:
         if self.spec is None:
             assert self.base_url is not None
             target = Target(self.base_url, self.endpoint, self.model or "", self.name, self.api_key)
-            yield asyncio.run(reach(target))
+            yield uvloop.run(reach(target))
             return
         with ManagedServer(self.spec, self.values) as server:
             self.facts |= {
@@ -160,9 +161,9 @@ def _measure(
     with a.running(" (again)") as again:
         report(f"A/A: {target.name} against itself, {plan.num_null_pairs} pairs")
         nulls = plan.schedules(plan.num_pairs, plan.num_null_pairs)
-        asyncio.run(run_pairs(target, again, nulls, run, into=comparison.null_pairs, report=report))
+        uvloop.run(run_pairs(target, again, nulls, run, into=comparison.null_pairs, report=report))
     with b.running() as other:
         comparison.b = other.info()
         report(f"A/B: {target.name} against {other.name}, {plan.num_pairs} pairs")
         schedules = plan.schedules(0, plan.num_pairs)
-        asyncio.run(run_pairs(target, other, schedules, run, into=comparison.pairs, report=report))
+        uvloop.run(run_pairs(target, other, schedules, run, into=comparison.pairs, report=report))

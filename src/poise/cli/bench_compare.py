@@ -12,10 +12,9 @@ import click
 from poise.bench.contestants import ComparisonStopped, Plan, compare_contestants, contestant
 from poise.bench.paired_runs import Comparison, write_comparison
 from poise.bench.workloads import preset_schedule
+from poise.cli.bench_serve import KEY_VARIABLES
 from poise.errors import PoiseError
 from poise.weights.pull import resolve_model
-
-KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 @click.command(
@@ -80,8 +79,8 @@ def command(
     """Compare the servers A and B: A against itself first, then A B B A.
 
     A and B are addresses (http://…), servers that are started for it (`poise bench servers` lists them), or TOML files
-    that describe one. Both blocks of a pair get the same prompts and arrivals. A key for the servers is read from
-    OPENAI_API_KEY.
+    that describe one. Both blocks of a pair get the same prompts and arrivals. A key for servers at addresses is read from
+    POISE_BENCH_API_KEY or OPENAI_API_KEY.
     """
     if seed is None:
         seed = random.SystemRandom().randrange(2**31)
@@ -94,7 +93,7 @@ def command(
         confidence=confidence,
         least_effect=least_effect,
     )
-    key = os.environ.get(KEY_VARIABLE)
+    key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     first, second = (
         contestant(
             text,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from poise.bench.compare import (
     log_ratios,
     noise_floor,
 )
+from poise.bench.paired_runs import read_comparison
 
+RECORDS = Path(__file__).parents[3] / "docs" / "records"
 RATE = Metric("output_throughput", "tok/s", "higher")
 TTFT = Metric("ttft_p50", "s", "lower")
 
@@ -59,11 +62,19 @@ def resampled_null(ratios: Sequence[float], num_pairs: int, rng: random.Random) 
     return [rng.choice(ratios) * rng.choice((-1, 1)) for _ in range(num_pairs)]
 
 
+def self_comparisons() -> Iterator[list[float]]:
+    """Log ratios of a server and itself: synthetic ones, and those of every such record of a real machine."""
+    yield log_ratios(synthetic_pairs(5, 60), RATE.name)
+    for path in sorted(RECORDS.glob("compare-*-self.json")):
+        comparison = read_comparison(path)
+        yield log_ratios([*comparison.null_pairs, *comparison.pairs], RATE.name)
+
+
 @pytest.mark.parametrize("num_pairs", [6, 10, 20])
+@pytest.mark.parametrize("recorded", list(self_comparisons()))
 def test_400_resampled_comparisons_of_a_server_with_itself_keep_five_percent(
-    num_pairs: int,
+    recorded: list[float], num_pairs: int
 ) -> None:
-    recorded = log_ratios(synthetic_pairs(5, 60), RATE.name)
     rng = random.Random(11)
     claims = 0
     for seed in range(400):
