@@ -27,6 +27,7 @@ from poise.machine import allowed_cpus, default_threads
 from poise.weights.cache import poise_home
 
 PRESETS = Path(__file__).with_name("server_presets")
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 COMPLETE = "prepared.txt"
 
 
@@ -65,13 +66,17 @@ def placeholders(
             f"{spec.name} --plan'"
         )
     folder = peer_folder(spec)
-    checkout = Path(__file__).parents[3] / "benchmarks"
+    if "{benchmarks}" in " ".join(spec.command) and not BENCHMARKS.is_dir():
+        raise ConfigError(
+            f"server {spec.name} is started through a script of poise's source checkout, and this "
+            "poise is installed without it; run from a checkout"
+        )
     return {
         "python": sys.executable,
         "peer": str(folder),
         "peer_python": str(folder / "bin" / "python"),
         "peer_packages": str(_packages(folder)),
-        "benchmarks": str(checkout),
+        "benchmarks": str(BENCHMARKS),
         "model": model,
         "model_path": model_path,
         **_machine(threads),

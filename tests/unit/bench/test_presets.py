@@ -37,11 +37,15 @@ def test_the_promised_presets_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama.cpp", "openvino", "poise", "vllm"])
-def test_every_placeholder_of_a_preset_is_filled(name: str) -> None:
+def test_every_placeholder_of_a_preset_is_filled(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = presets.find_spec(name)
     assert spec.name == name
     if spec.prepare:
         mark_prepared(spec)
+    monkeypatch.setattr(presets, "BENCHMARKS", home)  # as in a checkout
+    home.mkdir(exist_ok=True)
     values = presets.placeholders(spec, model="m", model_path="/models/m.gguf", threads=3)
     command_line, environment = expand(spec, {**values, **STARTED})
     assert "1234" in command_line
@@ -57,6 +61,16 @@ def test_a_name_that_is_not_known() -> None:
 def test_a_peer_that_is_not_prepared_says_how_to_see_what_it_needs() -> None:
     spec = presets.find_spec("vllm")
     with pytest.raises(ConfigError, match="poise bench servers vllm --plan"):
+        presets.placeholders(spec, model="m", model_path="p")
+
+
+def test_openvino_needs_the_shim_of_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(presets, "BENCHMARKS", tmp_path / "none")
+    spec = presets.find_spec("openvino")
+    mark_prepared(spec)
+    with pytest.raises(ConfigError, match="run from a checkout"):
         presets.placeholders(spec, model="m", model_path="p")
 
 
