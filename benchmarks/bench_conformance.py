@@ -39,6 +39,7 @@ SCHEMA = "poise.benchmarks.conformance/1"
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MOCK = "from poise.cli.main import main; main()"
 LAG_LIMIT_S = 0.005
+CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 ACCURACY: tuple[tuple[str, Kind], ...] = (
     ("steady", "completions"),
     ("stutter", "completions"),
@@ -58,6 +59,7 @@ def mock(profile: str) -> Iterator[str]:
     """The address of a mock in a process of its own."""
     command = [sys.executable, "-c", MOCK, "bench", "mock", "--port", "0", "--profile", profile]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    separate(process.pid)
     try:
         assert process.stdout is not None
         process.stdout.readline()
@@ -65,6 +67,13 @@ def mock(profile: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.communicate()
+
+
+def separate(mock_pid: int) -> None:
+    """The client on one CPU and the mock on another, so that neither waits for the other."""
+    if len(CPUS) > 1:
+        os.sched_setaffinity(mock_pid, {CPUS[1]})
+        os.sched_setaffinity(0, {CPUS[0]})
 
 
 def measure(
