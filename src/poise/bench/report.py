@@ -163,11 +163,17 @@ def _latencies(record: RunRecord, metrics: Sequence[str]) -> Iterator[str]:
         kind = known[0].percentiles[0].hyndman_fan_type
         yield ""
         yield f"milliseconds, {window} window; percentiles of type {kind} with 95 % intervals"
-        yield f"{'':<17}{'n':>7}{'mean':>10}" + "".join(f"{f'p{p:g}':>26}" for p in percents)
+        yield f"{'':<17}{'n':>7}{'mean':>10}" + "".join(f"{f'p{p:g}':>28}" for p in percents)
         for name, item in shown.items():
-            yield f"{name:<17}{item.n:>7}{milliseconds(item.mean):>10}" + "".join(
-                f"{percentile_cell(percentile, item):>26}" for percentile in item.percentiles
-            )
+            cells = "".join(f"{percentile_cell(one, item):>28}" for one in item.percentiles)
+            yield f"{name:<17}{item.n:>7}{milliseconds(item.mean):>10}{cells}{dependence(item)}"
+
+
+def dependence(item: Distribution) -> str:
+    """Says so where neighbours resemble each other so much that the intervals are too narrow."""
+    if item.effective_n is None or item.effective_n > item.n / 2:
+        return ""
+    return f"  (correlated, worth n≈{item.effective_n:.0f})"
 
 
 def percentile_cell(percentile: Percentile, whole: Distribution) -> str:

@@ -134,6 +134,7 @@ class Run:
         self._on_progress = on_progress
         self._zero = 0.0
         self._stopped: str | None = None
+        self._fault: BaseException | None = None
         self._stop = asyncio.Event()
         self._failed_connections = 0
         self._bodies = [self._encode(request) for request in schedule.requests]
@@ -179,7 +180,9 @@ class Run:
                 task.cancel()
             await asyncio.gather(load, stop, *beside, return_exceptions=True)
         if not load.cancelled():
-            load.result()  # raises what is a fault of ours
+            load.result()  # raises what is a fault of ours, as the next line does
+        if self._fault is not None:
+            raise self._fault
         self._in_flight.change(0)
         self._tell()
 
@@ -197,6 +200,7 @@ class Run:
                 task = asyncio.create_task(self._one(client, row))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+                task.add_done_callback(self._ended)
             while tasks:
                 await asyncio.wait(tasks)
         except asyncio.CancelledError:
@@ -207,6 +211,12 @@ class Run:
                 if row.sent is None:
                     row.error = "never sent: the run ended first"
             raise
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A request's task raises only through a fault of ours, which must not pass for a slow server."""
+        if not task.cancelled() and task.exception() is not None:
+            self._fault = task.exception()
+            self.stop("a fault of poise bench")
 
     async def _one(self, client: LoadClient, row: RequestRow) -> None:
         if row.ready is None:

@@ -80,7 +80,7 @@ def test_a_closed_loop_sends_everything_in_order_within_its_limit(reuse: bool) -
         assert times == sorted(times)  # type: ignore[type-var]
     starts = [(row.sent, 1) for row in rows] + [(row.end, -1) for row in rows]
     running = peak = 0
-    for _, step in sorted(starts):  # type: ignore[type-var]
+    for _, step in sorted(starts):
         running += step
         peak = max(peak, running)
     assert peak == 3
@@ -278,6 +278,15 @@ def test_stopping_keeps_what_was_measured() -> None:
     statuses = [row.status for row in rows]
     assert statuses.count("ok") >= 2
     assert statuses[-1] == "cancelled"
+
+
+def test_a_fault_of_ours_does_not_pass_for_a_slow_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("poise.bench.client.read_stream", broken)
+    with serving(tokens) as server, pytest.raises(RuntimeError, match="ours"):
+        execute(server, closed(5))
 
 
 def test_a_failed_warm_up_is_one_line() -> None:

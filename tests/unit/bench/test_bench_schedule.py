@@ -240,11 +240,11 @@ def test_a_prefix_tree_shares_what_it_says() -> None:
     tree = PrefixTree(parse_prefix_tree("100x1/20x2:0.9,0.1"), Constant(10), Constant(4))
     prompts = [r.prompt for r in islice(tree.requests(random.Random(1), "completions"), 200)]
     assert {len(prompt) for prompt in prompts} == {130}
-    assert len({tuple(prompt[:100]) for prompt in prompts}) == 1  # type: ignore[index]
-    children = [tuple(prompt[100:120]) for prompt in prompts]  # type: ignore[index]
+    assert len({tuple(prompt[:100]) for prompt in prompts}) == 1
+    children = [tuple(prompt[100:120]) for prompt in prompts]
     assert len(set(children)) == 2
     assert max(children.count(child) for child in set(children)) > 150
-    assert len({tuple(prompt[120:]) for prompt in prompts}) == 200  # type: ignore[index]
+    assert len({tuple(prompt[120:]) for prompt in prompts}) == 200
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
