@@ -4,8 +4,9 @@
 
 Accuracy: every mean and percentile of TTFT, token intervals, chunk gaps, TPOT and end-to-end, and the throughputs, within 1 ms or
 1 % of what the mock really did, by the median difference over --repeat runs (a wrong definition is wrong in all of them, a noisy
-machine is not). Load: at --rate requests a second, the 99th percentile of the dispatch lag under 5 ms. Run it on an idle machine,
-or under `chrt -f 10` where neighbours can't be sent away; the record says which. Exit status 1 where a figure is off.
+machine is not). Load: at --rate requests a second, the 99th percentile of the dispatch lag under 5 ms. Run it on an idle machine;
+`chrt -f 10` keeps neighbours out of the accuracy part, but under load Linux stops real-time processes for 50 ms in each second
+that they fill. The record says which scheduling it was. Exit status 1 where a figure is off.
 """
 
 from __future__ import annotations
