@@ -46,13 +46,15 @@ class ManagedServerError(PoiseError):
 class Preparation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a server needs that we don't ship: packages for a virtual environment of its own.
 
-    `environment` holds for the installation only; `disk` and `duration` are for people.
+    `environment` holds for the installation only; `imports` are modules that finish their installation when first imported;
+    `disk` and `duration` are for people.
     """
 
     packages: tuple[str, ...]
     options: tuple[str, ...] = ()
     environment: dict[str, str] = {}
     remove: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
     disk: str = "unknown"
     duration: str = "unknown"
 

@@ -158,4 +158,5 @@ def _steps(spec: ServerSpec, needs: Preparation) -> list[tuple[list[str], Mappin
     ]
     if needs.remove:
         steps.append(([python, "-m", "pip", "uninstall", "--yes", *needs.remove], {}))
+    steps += [([python, "-c", f"import {module}"], {}) for module in needs.imports]
     return steps

@@ -135,7 +135,9 @@ SPEC = ServerSpec(
     name="mine",
     command=("x",),
     model="m",
-    prepare=Preparation(packages=("one", "two"), environment={"ASKED": "with"}, remove=("three",)),
+    prepare=Preparation(
+        packages=("one", "two"), environment={"ASKED": "with"}, remove=("three",), imports=("one",)
+    ),
 )
 
 
@@ -149,6 +151,7 @@ def test_preparing_installs_into_its_own_environment_once(
         f" -m venv {home}/peers/mine",
         "with -m pip install one two",
         " -m pip uninstall --yes three",
+        " -c import one",
     ]
     assert presets.is_prepared(SPEC)
     shutil.rmtree(presets.peer_folder(SPEC))
