@@ -21,7 +21,9 @@ MAY_IMPORT = {
     "engine": {"core", "executor", "engine"} | NUMBERS | SETTINGS | FOUNDATION,
     "server": {"core", "engine", "server"} | SETTINGS | FOUNDATION,
     "bench": {"bench", "weights"} | SETTINGS | FOUNDATION,
-    "cli": {"bench", "core", "engine", "executor", "server", "cli", "optimisations", "weights", ""}
+    "verify": {"core", "executor", "engine", "verify"} | NUMBERS | SETTINGS | FOUNDATION,
+    "cli": {"bench", "core", "engine", "executor", "server", "cli", "optimisations", "verify"}
+    | {"weights", ""}
     | SETTINGS
     | FOUNDATION,
 }

@@ -15,7 +15,7 @@ import click
 from poise import __version__
 from poise.errors import ConfigError, InvalidRequestError, PoiseError
 
-VERBS = ("serve", "generate", "chat", "pull", "models", "inspect", "env", "bench")
+VERBS = ("serve", "generate", "chat", "pull", "models", "inspect", "env", "bench", "verify")
 
 
 class VerbGroup(click.Group):
