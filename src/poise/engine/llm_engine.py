@@ -62,6 +62,8 @@ class _RequestState:
         """What may be handed out now. Prompt logprobs go with the first delta, so it waits until
         they are complete.
         """
+        if not self.deltas:
+            return None
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is not None:
             complete = len(prompt_logprobs) == len(self.request.prompt_token_ids)
@@ -70,8 +72,6 @@ class _RequestState:
             self.prompt_logprobs = None
             if not complete:
                 prompt_logprobs = None
-        if not self.deltas:
-            return None
         deltas, self.deltas = tuple(self.deltas), []
         return RequestDelta(
             request_id=self.request.request_id,

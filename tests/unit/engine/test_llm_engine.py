@@ -256,6 +256,15 @@ def test_a_broken_first_choice_does_not_hold_the_others_back() -> None:
     assert [answers[i].finish_reason for i in (0, 1)] == ["error", "length"]
 
 
+def test_prompt_logprobs_wait_for_the_first_token() -> None:
+    """They are complete a step before it where the prompt's last token is a chunk of its own."""
+    engine = make_engine(max_num_batched_tokens=1)
+    engine.add_request(0, request("abc", max_tokens=1, prompt_logprobs=0, ignore_eos=True))
+    [delta] = drain(engine)[0]
+    assert delta.prompt_logprobs is not None
+    assert [entry and entry.token_id for entry in delta.prompt_logprobs] == [None, *b"bc"]
+
+
 def test_prompt_logprobs_of_a_prompt_of_one_token() -> None:
     engine = make_engine()
     engine.add_request(0, request("x", max_tokens=2, prompt_logprobs=0, ignore_eos=True))
