@@ -200,6 +200,12 @@ class ServerConfig:
         "short answers finish, a supervisor does not lose patience",
     )  # fmt: skip
 
+    profiling: bool = setting(
+        False, "enable-profiling", switch,
+        "Offer POST /start_profile and /stop_profile, which poise profile --url uses.",
+        "clients have no say in what the server spends its time on",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check(self)
 

@@ -74,6 +74,7 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "offline": "true",
         "lenient": "true",
         "enable-prefix-caching": "true",
+        "enable-profiling": "true",
     }.get(name, "77")
     place = environment_name(name)
     twin = resolve({}, {place: text})

@@ -15,7 +15,10 @@ import click
 from poise import __version__
 from poise.errors import ConfigError, InvalidRequestError, PoiseError
 
-VERBS = ("serve", "generate", "chat", "pull", "models", "inspect", "env", "bench", "verify")
+VERBS = (
+    *("serve", "generate", "chat", "pull", "models", "inspect", "env", "bench", "profile"),
+    "verify",
+)
 
 
 class VerbGroup(click.Group):

@@ -103,6 +103,15 @@ class ModelRunnerOutput:
     broken: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """What an executor's steps read and computed so far, by its model of them, and the seconds they took."""
+
+    read_bytes: int
+    flops: int
+    seconds: float
+
+
 class Executor(Protocol):
     """Runs steps. Real: executor/model_runner; for tests: core/executors."""
 

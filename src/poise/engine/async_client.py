@@ -12,6 +12,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic_ns, thread_time_ns
 
 from poise.core.output import TokenLogprobs
 from poise.engine.client import (
@@ -19,10 +20,12 @@ from poise.engine.client import (
     EngineInfo,
     EngineRequest,
     EngineStatus,
+    ProfileReport,
     RequestDelta,
 )
 from poise.engine.core_loop import Delivery, EngineLoop
 from poise.engine.llm_engine import LLMEngine
+from poise.engine.profile import profile_report, trace_events
 from poise.errors import EngineDeadError, PoiseError
 
 MAX_PENDING_DELTAS = 8
@@ -42,6 +45,7 @@ class InProcessClient:
         self._num_readers = 0
         self._keys = itertools.count()
         self._draining = False
+        self._http_began = 0  # CPU ns of the event loop's thread when a profile began
         self._loaded = asyncio.Event()
         self._stopped = asyncio.Event()
         self._idle = asyncio.Event()
@@ -93,6 +97,18 @@ class InProcessClient:
         """The engine's metrics in the Prometheus text format; empty while loading."""
         engine = self._loop.engine
         return b"" if engine is None else engine.metrics.render()
+
+    async def start_profile(self) -> None:
+        """Begins to time steps, afresh if it does so already."""
+        await asyncio.wrap_future(self._loop.call(LLMEngine.start_profile))
+        self._http_began = thread_time_ns()
+
+    async def stop_profile(self) -> ProfileReport:
+        """Ends profiling and says where the time went. Raises InvalidRequestError if none was running."""
+        http = thread_time_ns() - self._http_began
+        engine, executor = await asyncio.wrap_future(self._loop.call(LLMEngine.stop_profile))
+        report = profile_report(engine, executor, monotonic_ns(), http)
+        return ProfileReport(report, trace_events(engine, executor))
 
     def status(self) -> EngineStatus:
         status = self._loop.status()

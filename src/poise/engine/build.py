@@ -19,6 +19,7 @@ from poise.core.scheduler import Scheduler
 from poise.engine.client import EngineInfo
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import EngineMetrics
+from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
@@ -95,6 +96,7 @@ def _assemble(
             "num_gpu_blocks": str(loaded.num_blocks),  # vLLM's word, also where there is no GPU
             "enable_prefix_caching": str(cache.enable_prefix_caching),
         },
+        work=Utilisation(loaded.work_done, loaded.rates),
     )
     return LLMEngine(
         scheduler,

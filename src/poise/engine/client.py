@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from poise.core.output import TokenLogprobs
 from poise.core.sampling_params import SamplingParams
@@ -89,6 +89,14 @@ class EngineInfo:
     details: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """Where an engine's time went (`engine.profile.profile_report`), and its last steps as trace events."""
+
+    figures: dict[str, Any]
+    trace: dict[str, Any]
+
+
 class EngineClient(Protocol):
     """Asynchronous face of an engine; all methods are called on the event loop's thread."""
 
@@ -102,6 +110,14 @@ class EngineClient(Protocol):
 
         Raises InvalidRequestError if it can never fit, EngineDeadError if the engine has failed.
         """
+        ...
+
+    async def start_profile(self) -> None:
+        """Begins to time steps, afresh if it does so already. Raises InvalidRequestError where that can't be done."""
+        ...
+
+    async def stop_profile(self) -> ProfileReport:
+        """Ends profiling. Raises InvalidRequestError if none was running."""
         ...
 
     async def close(self) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from poise.engine.client import EngineRequest, EngineStatus, RequestDelta
 from poise.engine.llm_engine import LLMEngine
@@ -19,6 +21,7 @@ Delivery = tuple[int, RequestDelta | InvalidRequestError]
 CLOSED = "the engine is closed"
 
 _Command = tuple[int, EngineRequest | None, float]  # key, request (None aborts), arrival time
+_T = TypeVar("_T")
 
 
 class EngineLoop:
@@ -43,6 +46,7 @@ class EngineLoop:
         self._on_stopped = on_stopped
         self._condition = threading.Condition()
         self._commands: deque[_Command] = deque()
+        self._calls: deque[tuple[Callable[[LLMEngine], None], Future[Any]]] = deque()
         self._closing = False
         self._stop_reason: str | None = None
         self.engine = source if isinstance(source, LLMEngine) else None
@@ -82,6 +86,24 @@ class EngineLoop:
                 self._commands.append((key, None, 0.0))
                 self._condition.notify()
 
+    def call(self, function: Callable[[LLMEngine], _T]) -> Future[_T]:
+        """Runs a function on the engine between two steps; the future gets what it returns or raises."""
+        future: Future[_T] = Future()
+
+        def run(engine: LLMEngine) -> None:
+            try:
+                future.set_result(function(engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._condition:
+            reason = self._death()
+            if reason is not None:
+                raise EngineDeadError(reason)
+            self._calls.append((run, future))
+            self._condition.notify()
+        return future
+
     def request_close(self) -> None:
         """Lets the thread abort what runs and end; returns at once."""
         with self._condition:
@@ -119,16 +141,29 @@ class EngineLoop:
         with self._condition:
             self._stop_reason = reason
             self._commands.clear()  # their keys are answered by on_stopped
+            calls = list(self._calls)
+            self._calls.clear()
+        for _, future in calls:
+            future.set_exception(EngineDeadError(reason))
         self._on_stopped(reason)
 
     def _serve(self, engine: LLMEngine) -> None:
         while engine.failure is None:
             with self._condition:
-                while not (self._commands or self._closing or engine.has_unfinished_requests()):
+                while not (
+                    self._commands
+                    or self._calls
+                    or self._closing
+                    or engine.has_unfinished_requests()
+                ):
                     self._condition.wait()
                 commands = list(self._commands)
                 self._commands.clear()
+                calls = list(self._calls)
+                self._calls.clear()
                 closing = self._closing
+            for run, _ in calls:
+                run(engine)
             outputs: list[Delivery] = []
             for key, request, arrival_time in commands:
                 if request is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
+from time import monotonic_ns
 
 from poise.core.clock import Clock
 from poise.core.output import Executor, SchedulerOutput, TokenLogprobs
@@ -20,7 +21,9 @@ from poise.engine.client import ChoiceDelta, EngineInfo, EngineRequest, RequestD
 from poise.engine.input_processor import InputProcessor
 from poise.engine.metrics import EngineMetrics
 from poise.engine.output_processor import ChoiceOutput
-from poise.errors import EngineDeadError
+from poise.engine.profile import EngineProfile, ProfilingExecutor, StepTimes
+from poise.errors import EngineDeadError, InvalidRequestError
+from poise.executor.profile import ExecutorProfile
 from poise.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -116,6 +119,7 @@ class LLMEngine:
         self._choices: dict[int, _Choice] = {}  # unfinished ones, by the scheduler's request id
         self._touched: dict[int, _RequestState] = {}  # those with something to hand out
         self._num_consecutive_failures = 0
+        self._profile: EngineProfile | None = None
 
     # --- requests come and go ---------------------------------------------------------------------
 
@@ -203,11 +207,13 @@ class LLMEngine:
     def _run_step(self) -> None:
         assert self._executor is not None, "the engine is closed"
         self.metrics.num_steps += 1
+        begin = monotonic_ns()
         try:
             scheduled = self._scheduler.schedule()
         except Exception as error:
             self._die(f"scheduling broke: {_describe(error)}")
             return
+        scheduled_at = monotonic_ns()
         try:
             result = self._executor.execute(scheduled)
         except BaseException as error:
@@ -215,6 +221,7 @@ class LLMEngine:
             if not isinstance(error, Exception):
                 raise
             return
+        executed_at = monotonic_ns()
         try:
             updates = self._scheduler.update(scheduled, result)
         except Exception as error:
@@ -225,6 +232,8 @@ class LLMEngine:
         now = self.clock.now()
         for update in updates:
             self._take_update(update, now)
+        if self._profile is not None:
+            self._profile.add(StepTimes(begin, scheduled_at, executed_at, monotonic_ns()))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: BaseException) -> None:
         """Ends the requests of a step that raised; the others go on."""
@@ -311,6 +320,26 @@ class LLMEngine:
             total_seconds=now - arrival,
         )
         return replace(delta, stats=stats)
+
+    # --- profiling --------------------------------------------------------------------------------
+
+    def start_profile(self) -> None:
+        """Begins to time steps and operations, afresh if it does so already. Raises InvalidRequestError where
+        the executor can't.
+        """
+        if not isinstance(self._executor, ProfilingExecutor):
+            raise InvalidRequestError("this executor has no operations to time")
+        self._executor.start_profile()
+        self._profile = EngineProfile(monotonic_ns())
+
+    def stop_profile(self) -> tuple[EngineProfile, ExecutorProfile]:
+        """Ends profiling and returns what was timed. Raises InvalidRequestError if nothing was."""
+        profile, self._profile = self._profile, None
+        if profile is None or not isinstance(self._executor, ProfilingExecutor):
+            raise InvalidRequestError("no profile is running; start one first")
+        executor_profile = self._executor.stop_profile()
+        assert executor_profile is not None, "both profiles start together"
+        return profile, executor_profile
 
     # --- counting ---------------------------------------------------------------------------------
 

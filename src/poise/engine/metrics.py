@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from poise.engine.utilisation import Utilisation
+
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -89,8 +91,10 @@ class EngineMetrics(Collector):
         max_model_len: int,
         num_blocks: int,
         cache_config: Mapping[str, str],
+        work: Utilisation | None = None,
         engine: str = "0",
     ) -> None:
+        self._work = work
         self._labels = {"model_name": model_name, "engine": engine}
         self._cache_config = dict(cache_config)
         # gauges, set once per step
@@ -178,6 +182,8 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._gauges()
         yield from self._counters()
+        if self._work is not None:
+            yield from self._work.families(self._labels)
         for value in vars(self).values():
             if isinstance(value, Histogram):
                 yield value.family(self._labels)

@@ -6,14 +6,16 @@ Knows every room below it once, here, and is called once per model.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from poise.config import CacheConfig, ComputeConfig, SchedulerConfig
-from poise.core.output import Executor, KVGroupSpec
+from poise.core.output import Executor, KVGroupSpec, WorkDone
 from poise.errors import ConfigError
 from poise.executor.input_batch import InputBatch
 from poise.executor.kv_cache import KVCachePlan, plan_kv_cache
 from poise.executor.model_runner import ModelRunner
+from poise.executor.stored_rates import StoredRates, stored_rates
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.ops import KVShape
 from poise.machine import available_memory_bytes, default_threads
@@ -36,6 +38,8 @@ class LoadedExecutor:
     fingerprint: str  # 12 hex digits: equal fingerprint, equal bytes
     cache_identity: bytes
     details: dict[str, str]
+    work_done: Callable[[], WorkDone]
+    rates: StoredRates | None  # of this machine, where they were measured
 
     @property
     def num_blocks(self) -> int:
@@ -83,8 +87,9 @@ def load_executor(
     identity = (
         f"{checkpoint.digest()}|activations=auto|kv=bf16|numerics={NUMERICS_VERSION}".encode()
     )
+    runner = ModelRunner(backend, batch)
     return LoadedExecutor(
-        executor=ModelRunner(backend, batch),
+        executor=runner,
         kv_groups=[KVGroupSpec("full", config.num_layers)],
         kv_cache=kv_cache,
         max_model_len=max_model_len,
@@ -102,4 +107,6 @@ def load_executor(
             "kv_tokens": str(kv_cache.num_tokens),
             "kv_reason": kv_cache.reason,
         },
+        work_done=runner.work_done,
+        rates=stored_rates(backend.variant, threads),
     )

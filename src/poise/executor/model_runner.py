@@ -5,11 +5,17 @@ Knows arrays and the backend; does not know queues, text or time. Invariant: a s
 
 from __future__ import annotations
 
-import numpy as np
+from time import monotonic_ns
 
-from poise.core.output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+import numpy as np
+from numpy.typing import NDArray
+
+from poise.core.output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, WorkDone
 from poise.executor.input_batch import InputBatch
+from poise.executor.profile import ExecutorProfile
 from poise.kernels.cpu.backend import CPUBackend
+from poise.kernels.cpu.recorded import WorkCounter
+from poise.kernels.ops import Step
 from poise.sampling.rows import OK, token_ids, token_logprobs
 
 
@@ -19,6 +25,35 @@ class ModelRunner:
     def __init__(self, backend: CPUBackend, batch: InputBatch) -> None:
         self._backend = backend
         self._batch = batch
+        self._profile: ExecutorProfile | None = None
+        self._work = WorkCounter(backend.operations)
+        self._native_nanoseconds = 0
+
+    def start_profile(self) -> None:
+        """Begins to time operations, afresh if it does so already."""
+        self._backend.plan.profiling = True
+        self._profile = ExecutorProfile(self._backend.operations, self._backend.pool.threads)
+
+    def stop_profile(self) -> ExecutorProfile | None:
+        """What was timed; None if nothing was."""
+        self._backend.plan.profiling = False
+        profile, self._profile = self._profile, None
+        return profile
+
+    def _run(self, step: Step, sampling: NDArray[np.uint8], results: NDArray[np.uint8]) -> None:
+        begin = monotonic_ns()
+        self._backend.run(step, sampling, results)
+        end = monotonic_ns()
+        self._native_nanoseconds += end - begin
+        self._work.add(step)
+        if self._profile is not None:
+            plan = self._backend.plan
+            self._profile.add(step, begin, end, plan.operation_times, plan.worker_waits)
+
+    def work_done(self) -> WorkDone:
+        """Of all steps so far."""
+        work = self._work.total()
+        return WorkDone(work.read_bytes, work.flops, self._native_nanoseconds / 1e9)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Raises ValueError for rows out of range (nothing was drawn)."""
@@ -26,7 +61,7 @@ class ModelRunner:
         if not output.scheduled:
             return ModelRunnerOutput(token_ids={})
         results = batch.results
-        self._backend.run(batch.step, batch.sampling, results.view(np.uint8))
+        self._run(batch.step, batch.sampling, results.view(np.uint8))
         drawn: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

@@ -72,6 +72,7 @@ def create_app(
             Route("/ready", handlers.ready, methods=["GET"]),
             Route("/metrics", handlers.metrics, methods=["GET"]),
             Route("/version", handlers.version, methods=["GET"]),
+            *(handlers.profiling_routes() if config.profiling else ()),
         ],
         middleware=[Middleware(Edge, api_keys=config.api_keys)],
         exception_handlers={
@@ -124,6 +125,19 @@ class _Handlers:
             raise
         _log_dropped(request_id, valid.dropped)
         return Generation(state, valid, chat=chat, client_id=client_id)
+
+    def profiling_routes(self) -> list[Route]:
+        return [
+            Route("/start_profile", self.start_profile, methods=["POST"]),
+            Route("/stop_profile", self.stop_profile, methods=["POST"]),
+        ]
+
+    async def start_profile(self, request: Request) -> Response:
+        await self._state.client.start_profile()
+        return Response(status_code=200)
+
+    async def stop_profile(self, request: Request) -> Response:
+        return _json(await self._state.client.stop_profile())
 
     async def tokenize(self, request: Request) -> Response:
         fields, headers = await self._fields(request, TOKENIZE_PARAMETERS)

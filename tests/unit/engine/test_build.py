@@ -11,6 +11,7 @@ from engine_harness import BLOCK_SIZE, GROUPS, VOCAB_SIZE, ByteTokenizer, reques
 
 from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.executors import ScriptedExecutor
+from poise.core.output import WorkDone
 from poise.errors import ModelFileError
 
 
@@ -28,6 +29,8 @@ class Loaded(SimpleNamespace):
             cache_identity=b"identity",
             fingerprint="0123456789ab",
             details={"format": "GGUF Q4_1"},
+            work_done=lambda: WorkDone(0, 0, 0.0),
+            rates=None,
         )
 
 

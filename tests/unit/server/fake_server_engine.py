@@ -26,6 +26,7 @@ from poise.engine.client import (
     EngineInfo,
     EngineRequest,
     EngineStatus,
+    ProfileReport,
     RequestDelta,
     RequestStats,
 )
@@ -108,6 +109,7 @@ class FakeEngine:
     num_aborted: int = 0
     num_steps: int = 0
     closed: bool = False
+    profiling: bool = False
 
     @property
     def info(self) -> EngineInfo:
@@ -121,6 +123,15 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+    async def start_profile(self) -> None:
+        self.profiling = True
+
+    async def stop_profile(self) -> ProfileReport:
+        if not self.profiling:
+            raise InvalidRequestError("no profile is running; start one first")
+        self.profiling = False
+        return ProfileReport({"steps": 3}, {"traceEvents": []})
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[RequestDelta]:
         self.requests.append(request)

@@ -136,3 +136,14 @@ def test_bad_tokenize_requests(path: str, body: dict[str, object], param: str) -
     response = call(FakeEngine(), path, body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_profiling_is_offered_only_where_it_was_enabled() -> None:
+    assert call(FakeEngine(), "/start_profile", method="POST").status_code == 404
+    engine = FakeEngine()
+    early = call(engine, "/stop_profile", method="POST", profiling=True)
+    assert early.status_code == 400
+    assert "no profile is running" in early.json()["error"]["message"]
+    assert call(engine, "/start_profile", method="POST", profiling=True).status_code == 200
+    report = call(engine, "/stop_profile", method="POST", profiling=True).json()
+    assert report == {"figures": {"steps": 3}, "trace": {"traceEvents": []}}

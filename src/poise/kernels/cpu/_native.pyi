@@ -43,6 +43,21 @@ class Arena:
     @property
     def used_bytes(self) -> int: ...
 
+class ProbeBuffer:
+    """Memory of one page size, written once."""
+
+    def __init__(self, bytes: int, huge_pages: bool) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def probe_read(pool: Pool, isa: str, buffer: ProbeBuffer, ahead: int) -> float:
+    """Seconds to read the buffer once, all workers together."""
+
+def probe_products(pool: Pool, isa: str, kind: str, rounds: int) -> float:
+    """
+    Multiplications and additions per second of products on registers: kind int8, bf16 or f32, all workers together.
+    """
+
 class Matrix:
     @property
     def rows(self) -> int: ...
@@ -127,6 +142,23 @@ class Plan:
         self, x: int, norm: object, eps: float, gate: object, up: object, down: object, hidden: int
     ) -> None: ...
     def logits(self, x: int, norm: object, eps: float, output: object) -> None: ...
+    @property
+    def profiling(self) -> bool:
+        """Whether each run stamps its operations."""
+    @profiling.setter
+    def profiling(self, arg: bool, /) -> None: ...
+    @property
+    def operation_names(self) -> list[str]: ...
+    @property
+    def operation_times(self) -> list[int]:
+        """
+        Monotonic ns before the first operation of the last profiled run, then behind each one.
+        """
+    @property
+    def worker_waits(self) -> list[int]:
+        """
+        ns that each worker of the last profiled run waited for the others.
+        """
     def run(
         self,
         token_ids: Annotated[

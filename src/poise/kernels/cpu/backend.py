@@ -7,11 +7,13 @@ layer. Invariant: recording changes nothing but the plan; `run` replays it for a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from poise.kernels.cpu import isa, native
+from poise.kernels.cpu.recorded import RecordedOperation
 from poise.kernels.ops import LOGIT_TILE, KVShape, RopeTable, Step
 from poise.weights.checkpoint import RawTensor
 from poise.weights.dequantize import dequantize
@@ -36,6 +38,8 @@ class CPUBackend:
             kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.num_blocks
         )
         self.plan = native.Plan(self.pool, self.variant, max_rows, LOGIT_TILE, self.pages)
+        self.operations: list[RecordedOperation] = []  # in recording order
+        self._bytes_per_key = self.pages.page_bytes // (kv.num_layers * kv.block_size)
         self._buffers: dict[tuple[str, int], int] = {}
         self._heads: dict[int, tuple[int, int]] = {}  # by q buffer
         self._frequencies: dict[int, tuple[RopeTable, object]] = {}
@@ -45,6 +49,15 @@ class CPUBackend:
         if key not in self._buffers:
             self._buffers[key] = self.plan.buffer(width)
         return self._buffers[key]
+
+    def _record(self, name: str, *matrices: Any) -> None:
+        self.operations.append(
+            RecordedOperation(
+                name,
+                weight_bytes=sum(w.nbytes for w in matrices),
+                flops_per_row=sum(2 * w.rows * w.cols for w in matrices),
+            )
+        )
 
     def matrix(self, tensor: RawTensor) -> object:
         """Packs a matrix on all workers. Raises ValueError where the type has no container."""
@@ -61,6 +74,8 @@ class CPUBackend:
     def embed(self, table: object) -> int:
         x = self._buffer("x", table.cols)  # type: ignore[attr-defined]
         self.plan.embed(table, x)
+        row_bytes = table.nbytes // table.rows  # type: ignore[attr-defined]
+        self.operations.append(RecordedOperation("embed", weight_bytes=row_bytes))
         return x
 
     def norm_linear(
@@ -73,6 +88,7 @@ class CPUBackend:
     ) -> int:
         out = self._buffer("linear", sum(w.rows for w in weights))  # type: ignore[attr-defined]
         self.plan.norm_linear(x, norm, eps, list(weights), list(biases or ()), out)
+        self._record("norm_linear", *weights)
         return out
 
     def rope_kv_write(
@@ -94,16 +110,25 @@ class CPUBackend:
         self._heads[out] = (num_heads, head_dim)
         scale = float(np.float32(float(head_dim) ** -0.5))
         self.plan.rope_kv_write(qkv, frequencies, layer, num_heads, q_norm, k_norm, eps, scale, out)
+        self._record("rope_kv_write")
         return out
 
     def attention(self, q: int, layer: int) -> int:
         num_heads, head_dim = self._heads[q]
         out = self._buffer("attention", num_heads * head_dim)
         self.plan.attention(q, layer, num_heads, out)
+        self.operations.append(
+            RecordedOperation(
+                "attention",
+                bytes_per_key=self._bytes_per_key,
+                flops_per_key=4 * num_heads * head_dim,
+            )
+        )
         return out
 
     def linear_residual(self, a: int, weight: object, x: int) -> int:
         self.plan.linear_residual(a, weight, x)
+        self._record("linear_residual", weight)
         return x
 
     def gated_mlp(
@@ -111,10 +136,12 @@ class CPUBackend:
     ) -> int:
         hidden = self._buffer("hidden", gate.rows)  # type: ignore[attr-defined]
         self.plan.gated_mlp(x, norm, eps, gate, up, down, hidden)
+        self._record("gated_mlp", gate, up, down)
         return x
 
     def logits(self, x: int, norm: object, eps: float, output: object) -> None:
         self.plan.logits(x, norm, eps, output)
+        self._record("logits", output)
 
     def run(
         self,

@@ -48,6 +48,8 @@ struct AttentionParams {
     float* out;         // [row][num_heads · head_dim]
 };
 
+enum ProductKind { INT8_PRODUCTS, BF16_PRODUCTS, F32_PRODUCTS };
+
 struct KernelTable {
     const char* name;
     int max_tile;  // rows of a full tile
@@ -65,6 +67,9 @@ struct KernelTable {
     void (*fold_partials)(const AttentionParams& params, const AttentionItem* items, int num_items);
     SampleRowFn sample_row;
     bool (*dot_bf16_is_exact)();
+    // The machine's own limits, for rooflines (probe.cpp).
+    uint32_t (*probe_read)(const uint8_t* p, size_t bytes, size_t ahead);
+    uint32_t (*probe_products)(ProductKind kind, int64_t rounds, const uint8_t* operands, int64_t* operations);
     int attention_rows;  // units (row × head of the group) that an attention item may hold
 };
 

@@ -10,7 +10,7 @@ namespace poise {
 constexpr size_t HUGE_PAGE = 2u << 20;
 constexpr size_t CHUNK = 32u << 20;
 
-Mapping::Mapping(size_t bytes) : size_(bytes) {
+Mapping::Mapping(size_t bytes, bool huge_pages) : size_(bytes) {
     mapped_ = bytes + HUGE_PAGE;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #ifdef MAP_NORESERVE
@@ -20,7 +20,7 @@ Mapping::Mapping(size_t bytes) : size_(bytes) {
     if (base_ == MAP_FAILED) throw std::bad_alloc();
     data_ = (uint8_t*)(((uintptr_t)base_ + HUGE_PAGE - 1) & ~(uintptr_t)(HUGE_PAGE - 1));
 #ifdef MADV_HUGEPAGE
-    madvise(data_, size_, MADV_HUGEPAGE);
+    madvise(data_, size_, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #endif
 }
 

@@ -9,7 +9,7 @@ namespace poise {
 // One mapping of zeroed memory, 2 MiB aligned, without reserving it.
 class Mapping {
   public:
-    explicit Mapping(size_t bytes);
+    explicit Mapping(size_t bytes, bool huge_pages = true);
     ~Mapping();
     Mapping(Mapping&& other) noexcept;
     Mapping(const Mapping&) = delete;

@@ -18,6 +18,7 @@ using namespace nb::literals;
 
 namespace poise {
 void bind_sampling(nb::module_& m);
+void bind_probes(nb::module_& m);
 namespace {
 
 template <class T> using Array1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -25,6 +26,8 @@ template <class T> using Array2 = nb::ndarray<const T, nb::ndim<2>, nb::c_contig
 using Bytes1 = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr const char* ISA_NAMES[] = {"baseline", "avx2", "avx512"};
+
+}  // namespace
 
 const KernelTable* table_of(const std::string& isa) {
     for (int i = 0; i < 3; i++)
@@ -34,6 +37,8 @@ const KernelTable* table_of(const std::string& isa) {
         }
     throw std::invalid_argument("unknown instruction set " + isa + ": baseline, avx2 or avx512");
 }
+
+namespace {
 
 std::vector<std::string> available() {
     std::vector<std::string> names;
@@ -136,6 +141,7 @@ NB_MODULE(_native, m) {
     bind_sampling(m);
 
     nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::size);
+    bind_probes(m);
     nb::class_<Arena>(m, "Arena").def(nb::init<>()).def_prop_ro("used_bytes", &Arena::used);
     nb::class_<PackedMatrix>(m, "Matrix")
         .def_prop_ro("rows", [](const PackedMatrix& w) { return w.matrix.rows; })
@@ -237,6 +243,12 @@ NB_MODULE(_native, m) {
             p.owners.push_back(output);
             p.plan.logits(x, n.data, eps, w);
         }, "x"_a, "norm"_a, "eps"_a, "output"_a)
+        .def_prop_rw("profiling", [](PlanHandle& p) { return p.plan.profiling(); }, [](PlanHandle& p, bool on) { p.plan.set_profiling(on); },
+            "Whether each run stamps its operations.")
+        .def_prop_ro("operation_names", [](PlanHandle& p) { return p.plan.operation_names(); })
+        .def_prop_ro("operation_times", [](PlanHandle& p) { return p.plan.times(); },
+            "Monotonic ns before the first operation of the last profiled run, then behind each one.")
+        .def_prop_ro("worker_waits", [](PlanHandle& p) { return p.plan.waits(); }, "ns that each worker of the last profiled run waited for the others.")
         .def("run", [](PlanHandle& p, Array1<int32_t> token_ids, Array1<int32_t> positions, Array1<int32_t> query_start, Array2<int32_t> block_tables,
                        Array1<int32_t> logit_rows, std::optional<Bytes1> sampling, std::optional<Bytes1> results,
                        std::optional<nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>> logits) {

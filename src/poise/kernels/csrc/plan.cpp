@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -13,6 +14,8 @@ constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the
 
 constexpr int PHASES_PER_OPERATION = 4;
 constexpr int CHUNKS_PER_WORKER = 6;
+
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
@@ -197,7 +200,8 @@ void Plan::run(const StepArrays& step) {
         for (int i = 0; i < pool_->size(); i++)
             workers_.push_back({(float*)arena_.allocate(sizeof(float) * (widest_ + 64)),
                                 (float*)arena_.allocate(sizeof(float) * attention_scratch_floats(kv_.head_dim)),
-                                vocabulary_ ? arena_.allocate(sampling_scratch_bytes(vocabulary_)) : nullptr});
+                                vocabulary_ ? arena_.allocate(sampling_scratch_bytes(vocabulary_)) : nullptr,
+                                0});
         if (vocabulary_) logits_ = (float*)arena_.allocate(sizeof(float) * (size_t)logit_tile_ * (vocabulary_ + 16));
         num_phases_ = 1 + PHASES_PER_OPERATION * operations_.size() + 3 * (max_rows_ / logit_tile_ + 1);
         phases_ = std::make_unique<Phase[]>(num_phases_);
@@ -215,13 +219,32 @@ void Plan::run(const StepArrays& step) {
 
 void Plan::work(int worker) {
     Walk walk{worker, 0};
+    workers_[worker].waited = 0;
     if (!ropes_.empty())
         phase(walk, step_.num_rows, chunk_of(step_.num_rows, 4), [&](Range rows) {
             for (const auto& rope : ropes_)
                 for (int r = rows.begin; r < rows.end; r++)
                     kernels_->rope_angles(step_.positions[r], rope.inverse_frequencies, rope.num_pairs, rope.angles + (size_t)r * 2 * rope.num_pairs);
         });
-    for (const auto& op : operations_) run_operation(op, walk);
+    const bool stamped = profiling_ && worker == 0;
+    if (stamped) times_.assign(1, now_ns());
+    for (const auto& op : operations_) {
+        run_operation(op, walk);
+        if (stamped) times_.push_back(now_ns());
+    }
+}
+
+std::vector<int64_t> Plan::waits() const {
+    std::vector<int64_t> waits;
+    for (const auto& worker : workers_) waits.push_back(worker.waited);
+    return waits;
+}
+
+std::vector<std::string> Plan::operation_names() const {
+    static constexpr const char* NAMES[] = {"embed", "norm_linear", "rope_kv_write", "attention", "linear_residual", "gated_mlp", "logits"};
+    std::vector<std::string> names;
+    for (const auto& op : operations_) names.push_back(NAMES[(int)op.kind]);
+    return names;
 }
 
 // Chunks of [0, count): enough for the workers to even out, but not below `smallest`.
@@ -234,7 +257,9 @@ template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f) {
     for (uint32_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < chunks; finished++)
         f(Range{(int)i * chunk, std::min(count, (int)(i + 1) * chunk)});
     if (finished && state.done.fetch_add(finished, std::memory_order_acq_rel) + finished == chunks) state.done.notify_all();
+    const int64_t begin = profiling_ ? now_ns() : 0;
     Pool::wait_until(state.done, chunks);
+    if (profiling_) workers_[walk.worker].waited += now_ns() - begin;
 }
 
 // Norms (where there is one) and prepares rows in every form that the weights need. `rows` null: all rows in order.

@@ -4,6 +4,7 @@
 #pragma once
 #include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kernels.h"
@@ -47,6 +48,14 @@ class Plan {
 
     int vocabulary() const { return vocabulary_; }
 
+    // Profiling. After a run: monotonic ns before the first operation (angles come before it) and behind each one, as worker 0
+    // saw them, and the ns that each worker waited for others. Operations are named in recording order.
+    void set_profiling(bool on) { profiling_ = on; }
+    bool profiling() const { return profiling_; }
+    const std::vector<int64_t>& times() const { return times_; }
+    std::vector<int64_t> waits() const;
+    std::vector<std::string> operation_names() const;
+
   private:
     enum class Kind { EMBED, NORM_LINEAR, ROPE_KV_WRITE, ATTENTION, LINEAR_RESIDUAL, GATED_MLP, LOGITS };
     struct Operation {
@@ -71,6 +80,7 @@ class Plan {
         float* row;        // one activation row
         float* attention;  // scratch of an attention item
         void* sampling;
+        alignas(64) int64_t waited;  // ns of the last run, where it is profiled
     };
     enum class Store { WRITE, ADD };
     struct alignas(64) Phase {
@@ -111,7 +121,8 @@ class Plan {
     size_t prepared_row_[NUM_FORMS] = {};
     int widest_ = 0, vocabulary_ = 0, num_heads_ = 0;
     float* logits_ = nullptr;
-    bool ready_ = false;
+    bool ready_ = false, profiling_ = false;
+    std::vector<int64_t> times_;
 
     StepArrays step_{};
     std::vector<AttentionItem> items_;

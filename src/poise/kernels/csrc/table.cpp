@@ -18,6 +18,8 @@ void rope_head(const RopeParams&, int, const float*, int, uint16_t*, int);
 void attend(const AttentionParams&, const AttentionItem&, float*);
 void fold_partials(const AttentionParams&, const AttentionItem*, int);
 bool dot_bf16_is_exact();
+uint32_t probe_read(const uint8_t*, size_t, size_t);
+uint32_t probe_products(ProductKind, int64_t, const uint8_t*, int64_t*);
 
 #define POISE_TEXT(x) POISE_TEXT_(x)
 #define POISE_TEXT_(x) #x
@@ -28,8 +30,11 @@ const KernelTable& table() {
 #else
     constexpr int tile = 4;
 #endif
-    static constexpr KernelTable t = {POISE_TEXT(POISE_NS), tile,       gemm,   prepare_row,   rms_norm,   dequantize_row,    silu_mul,
-                                      rope_angles,          rope_head,  attend, fold_partials, sample_row, dot_bf16_is_exact, MAX_UNITS};
+    static constexpr KernelTable t = {
+        POISE_TEXT(POISE_NS), tile,      gemm,   prepare_row,   rms_norm,   dequantize_row,    silu_mul,
+        rope_angles,          rope_head, attend, fold_partials, sample_row, dot_bf16_is_exact, probe_read,
+        probe_products,       MAX_UNITS,
+    };
     return t;
 }
 

@@ -1,0 +1,61 @@
+"""The machine's rates as last measured here, so that a server can say what share of them it uses without probing at start.
+
+Kept in POISE_HOME. Invariant: rates of another processor, variant or number of threads are not used.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from poise.kernels.cpu.rates import MachineRates, measure_rates
+from poise.machine import cpu_model
+from poise.weights.cache import poise_home, write_atomically
+
+__all__ = ["MachineRates", "StoredRates", "measure_and_store", "store_rates", "stored_rates"]
+
+FILE = "machine-rates.json"
+
+
+class StoredRates(msgspec.Struct, frozen=True):
+    """Per second, on that machine with that many threads."""
+
+    cpu: str | None
+    isa: str
+    threads: int
+    read_bytes: float
+    int8_operations: float
+
+
+def measure_and_store(working_set_bytes: int, threads: int) -> MachineRates:
+    """Probes the machine and keeps what was found. Raises OSError where POISE_HOME can't be written."""
+    rates = measure_rates(working_set_bytes, threads)
+    store_rates(rates)
+    return rates
+
+
+def store_rates(rates: MachineRates) -> None:
+    """Keeps the rates for later servers; a rate that was once higher stays: what disturbs a machine makes it smaller.
+
+    Raises OSError where POISE_HOME can't be written.
+    """
+    before = stored_rates(rates.isa, rates.threads)
+    stored = StoredRates(
+        cpu_model(),
+        rates.isa,
+        rates.threads,
+        max(rates.read.bytes_per_second, before.read_bytes if before else 0.0),
+        max(rates.products["int8"], before.int8_operations if before else 0.0),
+    )
+    poise_home().mkdir(parents=True, exist_ok=True)
+    write_atomically(poise_home() / FILE, msgspec.json.encode(stored))
+
+
+def stored_rates(isa: str, threads: int) -> StoredRates | None:
+    """What was kept for this processor, variant and number of threads; None if nothing fits."""
+    try:
+        stored = msgspec.json.decode((poise_home() / FILE).read_bytes(), type=StoredRates)
+    except (OSError, msgspec.DecodeError):
+        return None
+    if (stored.cpu, stored.isa, stored.threads) != (cpu_model(), isa, threads):
+        return None
+    return stored

@@ -1,0 +1,89 @@
+"""What recorded operations read and compute, for profiles and metrics.
+
+Knows sizes, not values. Bytes are modelled, not counted: those of the packed weights and of the KV read. Flops count a
+multiplication and an addition as two. Invariant: work is linear in the sizes of steps, so sums of sizes are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from poise.kernels.ops import LOGIT_TILE, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes read and flops done."""
+
+    read_bytes: int
+    flops: int
+
+
+@dataclass(slots=True)
+class Sizes:
+    """Sums over steps. `keys_read`: keys of each sequence, once; `keys_attended`: keys that each row attends to."""
+
+    steps: int = 0
+    rows: int = 0
+    logit_rows: int = 0
+    logit_tiles: int = 0
+    keys_read: int = 0
+    keys_attended: int = 0
+
+    def add(self, step: Step, window: int | None) -> None:
+        """Takes a step, its keys as attention with this window sees them."""
+        keys = step.positions[step.query_start[1:] - 1] + 1
+        attended = step.positions + 1
+        if window is not None:
+            keys = np.minimum(keys, window - 1 + np.diff(step.query_start))
+            attended = np.minimum(attended, window)
+        self.steps += 1
+        self.rows += len(step.token_ids)
+        self.logit_rows += len(step.logit_rows)
+        self.logit_tiles += -(-len(step.logit_rows) // LOGIT_TILE)
+        self.keys_read += int(keys.sum(dtype=np.int64))
+        self.keys_attended += int(attended.sum(dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedOperation:
+    """One operation of a plan. Weights are read once per step, by `logits` once per tile of rows, by `embed` once per row."""
+
+    name: str
+    weight_bytes: int = 0
+    flops_per_row: int = 0
+    bytes_per_key: int = 0  # attention only
+    flops_per_key: int = 0  # attention only
+    window: int | None = None  # attention only
+
+    def work(self, sizes: Sizes) -> Work:
+        """Over steps whose `sizes` were taken with this operation's window."""
+        passes = {"embed": sizes.rows, "logits": sizes.logit_tiles}.get(self.name, sizes.steps)
+        rows = sizes.logit_rows if self.name == "logits" else sizes.rows
+        return Work(
+            self.weight_bytes * passes + self.bytes_per_key * sizes.keys_read,
+            self.flops_per_row * rows + self.flops_per_key * sizes.keys_attended,
+        )
+
+
+class WorkCounter:
+    """The work of all steps it was given."""
+
+    def __init__(self, operations: Sequence[RecordedOperation]) -> None:
+        self._operations = tuple(operations)
+        self._sizes = {operation.window: Sizes() for operation in operations}
+
+    def add(self, step: Step) -> None:
+        for window, sizes in self._sizes.items():
+            sizes.add(step, window)
+
+    def by_operation(self) -> list[Work]:
+        """In recording order."""
+        return [operation.work(self._sizes[operation.window]) for operation in self._operations]
+
+    def total(self) -> Work:
+        parts = self.by_operation()
+        return Work(sum(part.read_bytes for part in parts), sum(part.flops for part in parts))

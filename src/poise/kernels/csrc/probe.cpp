@@ -1,0 +1,101 @@
+// What the machine can do at most, for rooflines: reads of memory, and products on operands that stay in registers.
+#include "bytes.h"
+#include "kernels.h"
+
+namespace poise {
+namespace POISE_NS {
+
+// Reads all of [p, p + bytes), a multiple of 256, at full width; `ahead` bytes are prefetched (0: the hardware decides alone).
+uint32_t probe_read(const uint8_t* p, size_t bytes, size_t ahead) {
+    I32 sum[4] = {set1_i(0), set1_i(0), set1_i(0), set1_i(0)};
+    for (size_t at = 0; at < bytes; at += 256) {
+        if (ahead)
+            for (int line = 0; line < 256; line += 64) prefetch(p + at + ahead + line);
+        unrolled<4>([&](auto i) POISE_INLINE { sum[i] = sum[i] + bits(load((const float*)(p + at + 64 * i))); });
+    }
+    return mask_bits(less_i((sum[0] + sum[1]) + (sum[2] + sum[3]), set1_i(0)));
+}
+
+namespace {
+
+constexpr int CHAINS = 12;  // independent sums, so that latency does not bind
+
+#if defined(POISE_AVX512)
+constexpr int INT8_PER_STEP = 2 * 64;
+struct Int8 {
+    I32 sum[CHAINS];
+    Quads w;
+    void step(const int8_t* q) {
+        unrolled<CHAINS>([&](auto i) POISE_INLINE { sum[i] = dot4(sum[i], w, q + 4 * i); });
+    }
+};
+#elif defined(POISE_AVX2)
+constexpr int INT8_PER_STEP = 2 * 32;
+struct Int8 {
+    __m256i sum[CHAINS];
+    Quads w;
+    void step(const int8_t* q) {
+        unrolled<CHAINS>([&](auto i) POISE_INLINE {
+            sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(w.v, _mm256_loadu_si256((const __m256i*)q)));
+            asm("" : "+x"(sum[i]));
+        });
+    }
+};
+#else
+constexpr int INT8_PER_STEP = 2 * 64;
+struct Int8 {
+    I32 sum[CHAINS];
+    Quads w;
+    void step(const int8_t* q) {
+        for (int i = 0; i < CHAINS; i++)
+            for (int n = 0; n < 64; n++) sum[i].v[n / 4] += (int32_t)w.v[n] * q[n % 32];
+    }
+};
+#endif
+
+template <class T> uint32_t folded(const T& value) {  // so that the compiler keeps what was computed
+    uint32_t words[sizeof(T) / 4], sum = 0;
+    memcpy(words, &value, sizeof(T));
+    for (uint32_t word : words) sum += word;
+    return sum;
+}
+
+template <class Pair> uint32_t bf16_rounds(int64_t rounds, const uint8_t* operands, const Pair* pair) {
+    F32 acc[CHAINS];
+    for (auto& a : acc) a = zero();
+    const Pairs w = load_pairs((const uint16_t*)operands);
+    for (int64_t round = 0; round < rounds; round++) unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = dot_pair(acc[i], w, pair); });
+    return folded(acc);
+}
+
+}  // namespace
+
+// `rounds` rounds of products of a kind; returns what keeps them alive. `operations` gets the multiplications and additions done.
+uint32_t probe_products(ProductKind kind, int64_t rounds, const uint8_t* operands, int64_t* operations) {
+    if (kind == INT8_PRODUCTS) {
+        Int8 state;
+        memset(&state.sum, 0, sizeof state.sum);
+        state.w = low_nibbles(load_quads(operands));
+        for (int64_t round = 0; round < rounds; round++) {
+            state.step((const int8_t*)operands);
+            asm volatile("" : : : "memory");
+        }
+        *operations = rounds * CHAINS * INT8_PER_STEP;
+        return folded(state.sum);
+    }
+    if (kind == BF16_PRODUCTS) {
+        const FloatPair wide = widen(*(const uint32_t*)operands);
+        *operations = rounds * CHAINS * 64;
+        return use_dot_bf16 ? bf16_rounds(rounds, operands, (const uint32_t*)operands) : bf16_rounds(rounds, operands, &wide);
+    }
+    F32 acc[CHAINS];
+    for (auto& a : acc) a = zero();
+    const F32 w = load((const float*)operands);
+    for (int64_t round = 0; round < rounds; round++)
+        unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = fma(w, w, acc[i]); });
+    *operations = rounds * CHAINS * 32;
+    return folded(acc);
+}
+
+}  // namespace POISE_NS
+}  // namespace poise

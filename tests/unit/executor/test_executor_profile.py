@@ -1,0 +1,180 @@
+"""What a profile says of steps whose sizes are known, and that it changes no byte."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from native_models import load, tiny_gguf
+from scheduler_outputs import new, output, rows
+
+from poise.engine.metrics import EngineMetrics
+from poise.engine.profile import EngineProfile, StepTimes, profile_report, trace_events
+from poise.engine.utilisation import Utilisation
+from poise.executor.stored_rates import StoredRates, store_rates, stored_rates
+from poise.kernels.cpu.rates import MachineRates, ReadRate, measure_rates
+from poise.kernels.cpu.recorded import RecordedOperation, Sizes, WorkCounter
+from poise.kernels.ops import Step
+
+
+def step(*sequences: tuple[int, int], logit_rows: int = 1) -> Step:
+    """Sequences given as (first position, rows)."""
+    counts = [count for _, count in sequences]
+    positions = np.concatenate([np.arange(first, first + n) for first, n in sequences])
+    return Step(
+        token_ids=np.zeros(sum(counts), np.int32),
+        positions=positions.astype(np.int32),
+        query_start=np.cumsum([0, *counts]).astype(np.int32),
+        block_tables=np.zeros((len(counts), 1), np.int32),
+        logit_rows=np.arange(logit_rows, dtype=np.int32),
+    )
+
+
+def test_sizes_count_keys_by_sequence_and_by_row() -> None:
+    sizes = Sizes()
+    sizes.add(step((10, 1), (0, 3)), None)
+    assert (sizes.steps, sizes.rows, sizes.logit_rows) == (1, 4, 1)
+    assert sizes.keys_read == 11 + 3
+    assert sizes.keys_attended == 11 + (1 + 2 + 3)
+
+
+def test_a_window_bounds_the_keys() -> None:
+    sizes = Sizes()
+    sizes.add(step((10, 1), (0, 3)), 4)
+    assert sizes.keys_read == 4 + 3
+    assert sizes.keys_attended == 4 + (1 + 2 + 3)
+    chunk = Sizes()
+    chunk.add(step((10, 3)), 4)
+    assert chunk.keys_read == 6  # positions 7 … 12
+    assert chunk.keys_attended == 12
+
+
+def test_weights_are_read_once_a_step_and_output_rows_by_tiles() -> None:
+    counter = WorkCounter(
+        [
+            RecordedOperation("embed", weight_bytes=10),
+            RecordedOperation("norm_linear", weight_bytes=1000, flops_per_row=2000),
+            RecordedOperation("attention", bytes_per_key=7, flops_per_key=5),
+            RecordedOperation("logits", weight_bytes=100, flops_per_row=200),
+        ]
+    )
+    counter.add(step((0, 40), logit_rows=33))
+    counter.add(step((40, 1)))
+    work = counter.by_operation()
+    assert [w.read_bytes for w in work] == [41 * 10, 2 * 1000, 7 * (40 + 41), 3 * 100]
+    assert [w.flops for w in work] == [0, 41 * 2000, 5 * (820 + 41), 34 * 200]
+    assert counter.total().read_bytes == sum(w.read_bytes for w in work)
+
+
+@pytest.fixture
+def executor(tmp_path, monkeypatch):
+    return load(tiny_gguf(tmp_path, "llama"), monkeypatch, "baseline", threads=2).executor
+
+
+def two_steps(executor):
+    ids = [5, 6, 7, 8]
+    first = executor.execute(
+        output([rows(1, 0, 4, samples=True)], [new(1, ids, [1], temperature=0)])
+    )
+    second = executor.execute(output([rows(1, 4, 1, samples=True)]))
+    return first.token_ids[1] + second.token_ids[1]
+
+
+def test_a_profile_times_every_operation_and_changes_nothing(executor) -> None:
+    plain = two_steps(executor)
+    executor.start_profile()
+    assert two_steps(executor) == plain
+    profile = executor.stop_profile()
+    assert executor.stop_profile() is None
+    assert (profile.num_steps, profile.num_rows, profile.num_logit_rows) == (2, 5, 2)
+    names = [operation.name for operation in profile.operations()]
+    layers = names.count("attention")
+    assert names == [
+        "embed",
+        *["norm_linear", "rope_kv_write", "attention", "linear_residual", "gated_mlp"] * layers,
+        "logits",
+    ]
+    assert all(operation.nanoseconds > 0 for operation in profile.operations())
+    inside = sum(operation.nanoseconds for operation in profile.operations())
+    assert inside <= profile.native_nanoseconds
+    assert len(profile.waited_nanoseconds) == 2
+    assert two_steps(executor) == plain  # and off again
+    done = executor.work_done()
+    assert done.read_bytes > 0
+    assert done.flops > 0
+    assert done.seconds > 0
+
+
+def test_the_report_adds_up_and_the_trace_is_json(executor) -> None:
+    executor.start_profile()
+    two_steps(executor)
+    profile = executor.stop_profile()
+    engine = EngineProfile(begin=0)
+    engine.add(StepTimes(0, 1_000, 1_000 + profile.native_nanoseconds, 2_000 + 10**9))
+    figures = profile_report(engine, profile, end=2 * 10**9, http_nanoseconds=500)
+    kinds = figures["operations"]
+    assert kinds["attention"]["operations"] == kinds["gated_mlp"]["operations"]
+    together = sum(kind["seconds"] for kind in kinds.values()) + figures["other_native_seconds"]
+    assert together == pytest.approx(figures["native_seconds"])
+    assert figures["python_seconds"]["schedule"] == 1e-6
+    assert figures["python_seconds"]["http"] == 5e-7
+    assert json.loads(json.dumps(figures)) == figures
+    events = json.loads(json.dumps(trace_events(engine, profile)))["traceEvents"]
+    assert sum(event["name"] == "step" for event in events) == 2
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_probes_give_positive_rates() -> None:
+    rates = measure_rates(1 << 20, 2)
+    assert rates.read.bytes_per_second > 0
+    assert set(rates.products) == {"int8", "bf16", "f32"}
+    assert {(rate.threads, rate.huge_pages) for rate in rates.reads} == {
+        (1, False), (1, True), (2, False), (2, True)
+    }  # fmt: skip
+
+
+def test_rates_are_kept_for_the_same_machine_only(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("POISE_HOME", str(tmp_path / "home"))
+    assert stored_rates("avx2", 2) is None
+    reads = [ReadRate(2e10, 2, True, 0), ReadRate(1e10, 1, True, 0)]
+    store_rates(MachineRates(1 << 20, reads, {"int8": 4e11}, "avx2", 2))
+    kept = stored_rates("avx2", 2)
+    assert kept is not None
+    assert (kept.read_bytes, kept.int8_operations) == (2e10, 4e11)
+    store_rates(MachineRates(1 << 20, reads[1:], {"int8": 5e11}, "avx2", 2))
+    kept = stored_rates("avx2", 2)
+    assert kept is not None
+    assert (kept.read_bytes, kept.int8_operations) == (2e10, 5e11)
+    assert stored_rates("avx2", 1) is None
+    assert stored_rates("baseline", 2) is None
+    (tmp_path / "home" / "machine-rates.json").write_text("{")
+    assert stored_rates("avx2", 2) is None
+
+
+def test_metrics_hold_work_and_shares_of_measured_rates(executor) -> None:
+    def samples(rates: StoredRates | None) -> dict[str, float]:
+        metrics = EngineMetrics(
+            "tiny",
+            max_model_len=64,
+            num_blocks=4,
+            cache_config={},
+            work=Utilisation(executor.work_done, rates),
+        )
+        lines = metrics.render().decode().splitlines()
+        return {
+            line.partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith("poise_")
+        }
+
+    two_steps(executor)
+    done = executor.work_done()
+    without = samples(None)
+    assert without["poise_modelled_read_bytes_total"] == done.read_bytes
+    assert without["poise_modelled_flops_total"] == done.flops
+    assert "poise_mbu" not in without
+    rates = StoredRates("cpu", "baseline", 2, read_bytes=1e10, int8_operations=1e11)
+    shares = samples(rates)
+    assert shares["poise_mbu"] == pytest.approx(done.read_bytes / done.seconds / 1e10)
+    assert shares["poise_mfu"] == pytest.approx(done.flops / done.seconds / 1e11)
