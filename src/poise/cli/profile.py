@@ -100,8 +100,8 @@ def _profile_here(
     from poise.core.sampling_params import SamplingParams
     from poise.engine.client import EngineRequest
     from poise.engine.profile import profile_report, trace_events
+    from poise.executor.hardware_counters import HardwareCounters
     from poise.executor.stored_rates import measure_and_store
-    from poise.hardware_counters import HardwareCounters
 
     engine = load_engine(settings)
     try:
