@@ -18,6 +18,7 @@ from poise.config_values import (
     Parser,
     fraction_of_memory,
     integer,
+    load_format,
     one_of,
     seconds,
     size,
@@ -86,6 +87,12 @@ class ModelSource:
         False, "offline", switch,
         "Never touch the network: a named model must be in the cache.",
         "a missing named model is pulled on first use",
+    )  # fmt: skip
+    load_format: str = setting(
+        "auto", "load-format", load_format,
+        "auto reads the file; dummy, or dummy:CONTAINER (BF16, Q8_0, Q4_K_M, ...), makes random weights for a folder's "
+        "config.json or a shape such as llama-3.2-1b.",
+        "answers that mean something",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -104,6 +104,14 @@ def fraction_of_memory(value: object) -> int:
     return int(available * fraction)
 
 
+def load_format(value: object) -> str:
+    """auto, or dummy with or without a container behind a colon, which whoever makes the weights checks."""
+    text = value.strip() if isinstance(value, str) else ""
+    if text not in ("auto", "dummy") and not text.startswith("dummy:"):
+        raise ValueError("expected auto, dummy, or dummy:CONTAINER such as dummy:Q4_K_M")
+    return text
+
+
 def switch(value: object) -> bool:
     """On or off."""
     if isinstance(value, bool):

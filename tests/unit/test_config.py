@@ -72,6 +72,7 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "log-format": "json",
         "gpu-memory-utilization": "0.5",
         "offline": "true",
+        "load-format": "dummy:Q4_0",
         "lenient": "true",
         "enable-prefix-caching": "true",
         "enable-profiling": "true",

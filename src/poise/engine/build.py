@@ -23,6 +23,7 @@ from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
+from poise.weights.dummy_checkpoint import DEFAULT_CONTAINER, dummy_checkpoint
 from poise.weights.open_checkpoint import open_checkpoint
 from poise.weights.pull import resolve_model
 
@@ -46,16 +47,26 @@ def build_engine(
     """
     tell = on_stage or (lambda stage: None)
     tell(f"finding {source.model}")
-    path = resolve_model(source.model, offline=source.offline, console=console)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_source(source, console=console)
     tell(f"loading {checkpoint.name} ({checkpoint.format})")
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
         loaded = load_executor(checkpoint, cache, scheduler, compute)
-        return _assemble(source, cache, scheduler, checkpoint, loaded, tokenizer.result())
+        return assemble_engine(source, cache, scheduler, checkpoint, loaded, tokenizer.result())
 
 
-def _assemble(
+def open_source(source: ModelSource, *, console: Console | None = None) -> Checkpoint:
+    """The model that is meant, opened: found (pulled if need be), or made of random weights.
+
+    Raises PullError, ModelFileError or ConfigError.
+    """
+    if source.load_format != "auto":
+        _, _, container = source.load_format.partition(":")
+        return dummy_checkpoint(source.model, container or DEFAULT_CONTAINER)
+    return open_checkpoint(resolve_model(source.model, offline=source.offline, console=console))
+
+
+def assemble_engine(
     source: ModelSource,
     cache: CacheConfig,
     limits: SchedulerConfig,
@@ -63,6 +74,7 @@ def _assemble(
     loaded: LoadedExecutor,
     tokenizer: Tokenizer,
 ) -> LLMEngine:
+    """An engine around an executor that is loaded; engines may share one, in turn."""
     clock = MonotonicClock()
     prefix_cache = None
     if cache.enable_prefix_caching:

@@ -29,14 +29,18 @@ class Source:
         return made
 
     def matrix(self, name: str) -> Handle:
-        return self.once(
-            name, lambda: self._ops.matrix(self._checkpoint.tensor(self._prefix + name))
-        )
+        return self.once(name, lambda: self._packed(self._prefix + name))
 
     def vector(self, name: str) -> Handle:
         return self.once(
             name, lambda: self._ops.vector(self._checkpoint.tensor(self._prefix + name))
         )
+
+    def _packed(self, name: str) -> Handle:
+        """A matrix in its container; the file's pages that it was read from are given back at once."""
+        packed = self._ops.matrix(self._checkpoint.tensor(name))
+        self._checkpoint.release()
+        return packed
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returned the first time it was asked for under this name."""

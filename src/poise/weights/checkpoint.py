@@ -51,6 +51,10 @@ class Checkpoint(Protocol):
 
     def has(self, name: str) -> bool: ...
 
+    def release(self) -> None:
+        """Lets the system take back the memory of what was read; reading it again costs time only."""
+        ...
+
     def weight_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         ...

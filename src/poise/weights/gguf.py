@@ -71,15 +71,15 @@ Scalar = int | float | bool | str
 
 
 class GGUFFile:
-    """A parsed container: `metadata` by key, `tensors` by name, `data(entry)` as a view of the map.
+    """A parsed container: `metadata` by key, `tensors` by name, `data(entry)` as a view of `map`.
 
     Raises ModelFileError, one line that names the file and the field.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = map_file(path)
-        self._size = len(self._map)
+        self.map = map_file(path)
+        self._size = len(self.map)
         self._text_bytes = 0
         self._array_elements = 0
         self.metadata: dict[str, Scalar | ArrayField] = {}
@@ -91,19 +91,19 @@ class GGUFFile:
 
     def data(self, entry: TensorEntry) -> NDArray[np.uint8]:
         """The tensor's bytes, uint8 [num_bytes], a read-only view of the map."""
-        return np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.offset)
+        return np.frombuffer(self.map, np.uint8, entry.num_bytes, entry.offset)
 
     def array(self, field: ArrayField) -> list[Scalar]:
         """The decoded elements of a metadata array."""
         if field.element_type != _STRING:
             dtype = np.dtype(_SCALARS[field.element_type].format).newbyteorder("<")
-            values = np.frombuffer(self._map, dtype, field.count, field.offset)
+            values = np.frombuffer(self.map, dtype, field.count, field.offset)
             scalars: list[Scalar] = (
                 values != 0 if field.element_type == _BOOL else values
             ).tolist()
             return scalars
         strings: list[Scalar] = []
-        position, data, unpack = field.offset, self._map, _U64.unpack_from
+        position, data, unpack = field.offset, self.map, _U64.unpack_from
         for index in range(field.count):
             start = position + 8
             position = start + unpack(data, position)[0]
@@ -125,12 +125,12 @@ class GGUFFile:
 
     def _u32(self, position: int, field: str) -> int:
         self._need(position, 4, field)
-        value: int = _U32.unpack_from(self._map, position)[0]
+        value: int = _U32.unpack_from(self.map, position)[0]
         return value
 
     def _u64(self, position: int, field: str) -> int:
         self._need(position, 8, field)
-        value: int = _U64.unpack_from(self._map, position)[0]
+        value: int = _U64.unpack_from(self.map, position)[0]
         return value
 
     def _text(self, position: int, field: str, limit: int) -> tuple[str, int]:
@@ -141,14 +141,14 @@ class GGUFFile:
         start = position + 8
         self._need(start, length, field)
         try:
-            return self._map[start : start + length].decode(), start + length
+            return self.map[start : start + length].decode(), start + length
         except UnicodeDecodeError:
             self._fail(field, "is not valid UTF-8")
 
     def _read_preamble(self) -> tuple[int, int, int]:
         self._need(0, 4, "magic")
-        if self._map[:4] != b"GGUF":
-            self._fail("magic", f"is {self._map[:4]!r}; this is not a GGUF file")
+        if self.map[:4] != b"GGUF":
+            self._fail("magic", f"is {self.map[:4]!r}; this is not a GGUF file")
         version = self._u32(4, "version")
         if version & 0xFFFF == 0:
             self._fail("version", "is big-endian; only little-endian files are supported")
@@ -177,7 +177,7 @@ class GGUFFile:
         elif code in _SCALARS:
             layout = _SCALARS[code]
             self._need(position, layout.size, repr(key))
-            number = layout.unpack_from(self._map, position)[0]
+            number = layout.unpack_from(self.map, position)[0]
             self.metadata[key] = bool(number) if code == _BOOL else number
             position += layout.size
         else:
@@ -213,7 +213,7 @@ class GGUFFile:
         opening time.
         """
         self._need(field.offset, 8 * field.count, repr(field.key))
-        position, data, size, unpack = field.offset, self._map, self._size, _U64.unpack_from
+        position, data, size, unpack = field.offset, self.map, self._size, _U64.unpack_from
         last = size - 8
         for index in range(field.count):
             if position > last:
@@ -257,7 +257,7 @@ class GGUFFile:
             )
         field = f"dimensions of tensor {name!r}"
         self._need(position + 4, 8 * count, field)
-        dimensions: tuple[int, ...] = struct.unpack_from(f"<{count}Q", self._map, position + 4)
+        dimensions: tuple[int, ...] = struct.unpack_from(f"<{count}Q", self.map, position + 4)
         if 0 in dimensions:
             self._fail(field, f"are {dimensions}; none may be zero")
         return dimensions, position + 4 + 8 * count

@@ -74,11 +74,11 @@ class GGUFCheckpoint(MappedCheckpoint):
         metadata = _Metadata(self._file)
         config = _model_config(metadata)
         check_config(path, config)
-        rename = _file_names(config.num_layers)
+        rename = file_names(config.num_layers)
         tensors = _canonical_tensors(self._file, config, rename)
         check_tensors(path, config, tensors, rename)
         metadata.check_token_count(config.vocab_size)
-        super().__init__(path, "GGUF", config, tensors)
+        super().__init__(path, "GGUF", config, tensors, [self._file.map])
 
     @cached_property
     def tokenizer(self) -> TokenizerData:
@@ -213,7 +213,7 @@ def _rope_factors(file: GGUFFile, dim: int) -> tuple[float, ...] | None:
     return tuple(factors.tolist())
 
 
-def _file_names(num_layers: int) -> dict[str, str]:
+def file_names(num_layers: int) -> dict[str, str]:
     """Canonical name to GGUF name. Bounded: a file with fewer tensors than layers fails at its
     first gap.
     """

@@ -7,8 +7,9 @@ tensor that the model needs is there in the expected shape, and no other tensor 
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -24,12 +25,18 @@ class MappedCheckpoint:
     """A checkpoint whose tensors are views of mapped files; readers add tokenizer and digest."""
 
     def __init__(
-        self, path: Path, container: str, config: ModelConfig, tensors: dict[str, RawTensor]
+        self,
+        path: Path,
+        container: str,
+        config: ModelConfig,
+        tensors: dict[str, RawTensor],
+        maps: Sequence[mmap.mmap],
     ) -> None:
         self.path = path
         self.name = named_model_of(path) or path.absolute().name.removesuffix(".gguf")
         self.config = config
         self._tensors = tensors
+        self._maps = maps
         self.format = f"{container} {_main_type(tensors)}"
 
     def tensor(self, name: str) -> RawTensor:
@@ -41,6 +48,11 @@ class MappedCheckpoint:
 
     def has(self, name: str) -> bool:
         return name in self._tensors
+
+    def release(self) -> None:
+        """Unmaps the pages read so far; they stay in the system's file cache while it has room."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def weight_bytes(self) -> int:
         """Bytes of all tensors as stored."""

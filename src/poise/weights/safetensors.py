@@ -8,6 +8,7 @@ have been checked with Python integers.
 from __future__ import annotations
 
 import math
+import mmap
 from pathlib import Path
 
 import msgspec
@@ -29,8 +30,8 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-def read_safetensors(path: Path) -> dict[str, RawTensor]:
-    """The file's tensors by their own names. Raises ModelFileError naming file and tensor."""
+def read_safetensors(path: Path) -> tuple[mmap.mmap, dict[str, RawTensor]]:
+    """The file's map, and its tensors by their own names. Raises ModelFileError naming file and tensor."""
     mapped = map_file(path)
     if len(mapped) < 8:
         raise ModelFileError(f"{path}: header length needs 8 bytes, but the file has {len(mapped)}")
@@ -48,7 +49,8 @@ def read_safetensors(path: Path) -> dict[str, RawTensor]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelFileError(f"{path}: header is damaged: {error}") from None
     data = np.frombuffer(mapped, np.uint8, len(mapped) - start, start)
-    return {name: _raw_tensor(path, name, entry, data) for name, entry in entries.items()}
+    tensors = {name: _raw_tensor(path, name, entry, data) for name, entry in entries.items()}
+    return mapped, tensors
 
 
 def _raw_tensor(path: Path, name: str, entry: _Entry, data: NDArray[np.uint8]) -> RawTensor:

@@ -7,6 +7,7 @@ inside the folder are read; no code and no pickle is ever loaded.
 from __future__ import annotations
 
 import hashlib
+import mmap
 from functools import cached_property
 from pathlib import Path
 
@@ -58,8 +59,11 @@ class SafetensorsCheckpoint(MappedCheckpoint):
     def __init__(self, path: Path) -> None:
         self._shards = _shards(path)
         by_name: dict[str, RawTensor] = {}
+        maps: list[mmap.mmap] = []
         for shard in self._shards:
-            for name, tensor in read_safetensors(shard).items():
+            mapped, tensors = read_safetensors(shard)
+            maps.append(mapped)
+            for name, tensor in tensors.items():
                 if name in by_name:
                     raise ModelFileError(f"{shard}: tensor {name!r} is also in another file")
                 by_name[name] = tensor
@@ -73,7 +77,7 @@ class SafetensorsCheckpoint(MappedCheckpoint):
         rename = _file_names(config.num_layers)
         tensors = _canonical_tensors(by_name, rename)
         check_tensors(path, config, tensors, rename)
-        super().__init__(path, "safetensors", config, tensors)
+        super().__init__(path, "safetensors", config, tensors, maps)
 
     @cached_property
     def tokenizer(self) -> TokenizerData:
