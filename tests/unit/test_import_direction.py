@@ -21,9 +21,10 @@ MAY_IMPORT = {
     "engine": {"core", "executor", "engine"} | NUMBERS | SETTINGS | FOUNDATION,
     "server": {"core", "engine", "server"} | SETTINGS | FOUNDATION,
     "bench": {"bench", "weights"} | SETTINGS | FOUNDATION,
+    "planner": {"core", "models", "planner"} | SETTINGS | FOUNDATION,
     "verify": {"core", "executor", "engine", "verify"} | NUMBERS | SETTINGS | FOUNDATION,
     "cli": {"bench", "core", "engine", "executor", "server", "cli", "optimisations", "verify"}
-    | {"weights", ""}
+    | {"models", "planner", "weights", ""}
     | SETTINGS
     | FOUNDATION,
 }
@@ -61,6 +62,13 @@ def test_core_is_plain_python() -> None:
     for path in (PACKAGE / "core").rglob("*.py"):
         for module in imports(path):
             assert module.split(".")[0] not in ("numpy", "msgspec", "tokenizers"), path
+
+
+def test_the_planner_knows_of_models_their_shape_and_cost_only() -> None:
+    for path in (PACKAGE / "planner").rglob("*.py"):
+        found = {module for module in imports(path) if room(module) == "models"}
+        assert found <= {"poise.models", "poise.models.config", "poise.models.cost"}, path
+        assert "numpy" not in set(imports(path)), path
 
 
 def test_nothing_imports_the_command_line() -> None:

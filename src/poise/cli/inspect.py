@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from poise.cli.options import model_argument, settings_options
-from poise.cli.sizes import binary_size
 from poise.config import ModelSource, Settings
 
 if TYPE_CHECKING:
+    from poise.planner.report import Report
     from poise.weights.checkpoint import Checkpoint
 
 LAYER_TENSORS = (
@@ -28,25 +28,20 @@ def command(settings: Settings, as_json: bool) -> None:
     """Show MODEL's architecture, tensor types, and bytes per token."""
     from rich.console import Console
 
-    from poise.weights.open_checkpoint import open_checkpoint
-    from poise.weights.pull import resolve_model
+    from poise.engine.build import open_source
 
-    path = resolve_model(
-        settings.source.model, offline=settings.source.offline, console=Console(stderr=True)
-    )
-    facts = inspect_checkpoint(open_checkpoint(path))
+    checkpoint = open_source(settings.source, console=Console(stderr=True))
+    facts = inspect_checkpoint(checkpoint)
     if as_json:
         import json
 
         click.echo(json.dumps(facts, indent=2))
     else:
-        click.echo("\n".join(describe(facts)))
+        click.echo("\n".join(describe(facts, memory_budget(checkpoint))))
 
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """The facts `--json` prints; bytes are bytes, counts are counts."""
-    from poise.executor.kv_cache import kv_bytes_per_token
-
     config = checkpoint.config
     types: Counter[str] = Counter()
     parameters = 0
@@ -77,17 +72,30 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "tied_output": config.tie_word_embeddings,
         "rope_theta": config.rope.theta,
         "tensor_types": dict(types.most_common()),
-        "weight_bytes": checkpoint.weight_bytes(),
-        "kv_bytes_per_token": kv_bytes_per_token(config),
+        **{figure.name: figure.value for figure in memory_budget(checkpoint).figures},
         "tokenizer": _tokenizer_kind(checkpoint),
         "chat_template": checkpoint.tokenizer.chat_template is not None,
         "sha256": checkpoint.digest(),
     }
 
 
-def describe(facts: dict[str, Any]) -> list[str]:
+def memory_budget(checkpoint: Checkpoint) -> Report:
+    """Weights and KV in the words of `poise plan kv`."""
+    from poise.planner import memory
+    from poise.planner.report import Report
+
+    budget = Report("kv", "")
+    layers = memory.KVLayers.of(checkpoint.config)
+    memory.add_weights_figure(budget, checkpoint.weight_bytes(), "as stored")
+    memory.add_token_figure(budget, layers)
+    memory.add_sequence_figure(budget, layers, checkpoint.config.max_position_embeddings)
+    return budget
+
+
+def describe(facts: dict[str, Any], budget: Report) -> list[str]:
     """The same facts for people."""
-    kv_bytes = facts["kv_bytes_per_token"]
+    from poise.planner.report import show
+
     types = ", ".join(f"{count} {name}" for name, count in facts["tensor_types"].items())
     output = "the embedding (tied)" if facts["tied_output"] else "a matrix of its own"
     lines = {
@@ -101,12 +109,11 @@ def describe(facts: dict[str, Any]) -> list[str]:
         "vocabulary": f"{facts['vocab_size']:,} tokens, {facts['tokenizer']}",
         "chat template": "yes" if facts["chat_template"] else "no",
         "tensors": types,
-        "weights": binary_size(facts["weight_bytes"]),
-        "KV cache": f"{kv_bytes / 1024:.2f} KiB per token, "
-        f"{kv_bytes * 1000 / 2**20:.2f} MiB per 1k tokens (bf16)",
+        **{figure.label: show(figure.value, figure.unit) for figure in budget.figures},
         "sha256": facts["sha256"],
     }
-    return [f"{key:<14} {value}" for key, value in lines.items()]
+    width = max(map(len, lines))
+    return [f"{key:<{width}}  {value}" for key, value in lines.items()]
 
 
 def _tokenizer_kind(checkpoint: Checkpoint) -> str:

@@ -16,7 +16,7 @@ from poise import __version__
 from poise.errors import ConfigError, InvalidRequestError, PoiseError
 
 VERBS = (
-    *("serve", "generate", "chat", "pull", "models", "inspect", "env", "bench", "profile"),
+    *("serve", "generate", "chat", "pull", "models", "inspect", "env", "bench", "plan", "profile"),
     "verify",
 )
 

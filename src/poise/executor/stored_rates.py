@@ -11,7 +11,14 @@ from poise.kernels.cpu.rates import MachineRates, measure_rates
 from poise.machine import cpu_model
 from poise.weights.cache import poise_home, write_atomically
 
-__all__ = ["MachineRates", "StoredRates", "measure_and_store", "store_rates", "stored_rates"]
+__all__ = [
+    "MachineRates",
+    "StoredRates",
+    "measure_and_store",
+    "measure_rates",
+    "store_rates",
+    "stored_rates",
+]
 
 FILE = "machine-rates.json"
 

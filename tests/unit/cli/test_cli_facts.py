@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from poise import __version__
-from poise.cli.inspect import describe, inspect_checkpoint
+from poise.cli.inspect import describe, inspect_checkpoint, memory_budget
 from poise.cli.main import run
 from poise.cli.sizes import binary_size
 from poise.models.config import ModelConfig, RopeConfig, TokenizerData
@@ -77,14 +77,15 @@ def test_inspect_counts_tensors_parameters_and_bytes() -> None:
 
 
 def test_inspect_tells_people_the_same() -> None:
-    text = "\n".join(describe(inspect_checkpoint(FakeCheckpoint())))
+    checkpoint = FakeCheckpoint()
+    text = "\n".join(describe(inspect_checkpoint(checkpoint), memory_budget(checkpoint)))
     for fact in (
         "llama",
         "7 Q4_1, 3 F32",
-        "4.0 KiB",
-        "0.25 KiB per token",
-        "0.24 MiB per 1k",
-        "512",
+        "4,096 B = 4 KiB = 4.096 kB",
+        "256 B/token",
+        "KV of 512 tokens",
+        "131,072 B/sequence = 128 KiB/sequence = 131.072 kB/sequence",
     ):
         assert fact in text
 

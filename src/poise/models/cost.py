@@ -1,0 +1,190 @@
+"""What a model costs: parameters, FLOPs, weight bytes, KV bytes. The one place that counts them.
+
+Knows shapes, not machines or requests. A multiply-add is two FLOPs. Every figure is an algorithm's minimum: norms, rope,
+softmax and sampling are left out, as is whatever a kernel moves twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poise.core.output import KVGroupSpec
+from poise.models.config import ModelConfig
+
+KV_VALUE_BYTES = 2  # the engine keeps K and V in bf16
+LOGIT_TILE = 32  # rows of logits that exist at once
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of each MLP: `num_active` of `num_experts` work on a token."""
+
+    num_experts: int = 1
+    num_active: int = 1
+
+
+DENSE = Experts()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters by what they do. A tied output matrix is the embedding, counted once: `output` is then 0."""
+
+    embedding: int
+    attention: int
+    experts: int  # every MLP of every layer, all experts
+    router: int
+    vectors: int  # norms and biases
+    output: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.embedding
+            + self.attention
+            + self.experts
+            + self.router
+            + self.vectors
+            + self.output
+        )
+
+
+def parameters(config: ModelConfig, experts: Experts = DENSE) -> Parameters:
+    """Counted from the shape; equals the sum over the tensors of a checkpoint."""
+    hidden, layers = config.hidden_size, config.num_layers
+    query = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    vectors = 2 * hidden * layers + hidden
+    if config.qkv_bias:
+        vectors += (query + 2 * kv) * layers
+    if config.qk_norm:
+        vectors += 2 * config.head_dim * layers
+    return Parameters(
+        embedding=config.vocab_size * hidden,
+        attention=(2 * query + 2 * kv) * hidden * layers,
+        experts=3 * hidden * config.intermediate_size * experts.num_experts * layers,
+        router=hidden * experts.num_experts * layers if experts.num_experts > 1 else 0,
+        vectors=vectors,
+        output=0 if config.tie_word_embeddings else config.vocab_size * hidden,
+    )
+
+
+def active_parameters(config: ModelConfig, experts: Experts = DENSE) -> int:
+    """Weights that one token meets in matrix products, the output matrix not among them."""
+    counted = parameters(config, experts)
+    chosen = counted.experts // experts.num_experts * experts.num_active
+    return counted.attention + chosen + counted.router
+
+
+def output_parameters(config: ModelConfig) -> int:
+    """Weights that a row meets whose logits are wanted."""
+    return config.vocab_size * config.hidden_size
+
+
+def step_parameters(
+    config: ModelConfig, experts: Experts = DENSE, num_tokens: int = 1, num_logit_rows: int = 1
+) -> float:
+    """Parameters read once by a step of `num_tokens`, expected where experts are chosen (see `distinct_experts`).
+
+    Of the embedding only the tokens' rows are read, unless it is the output matrix too.
+    """
+    counted = parameters(config, experts)
+    share = distinct_experts(experts, num_tokens) / experts.num_experts
+    output = output_parameters(config) if num_logit_rows else 0
+    rows = 0 if config.tie_word_embeddings else num_tokens * config.hidden_size
+    body = counted.attention + counted.router + counted.vectors + share * counted.experts
+    return body + output + rows
+
+
+def distinct_experts(experts: Experts, num_tokens: int) -> float:
+    """Expected experts that `num_tokens` use in a layer: E (1 − (1 − k/E)ⁿ), choices independent and uniform.
+
+    Real routers are neither: favourites make it fewer.
+    """
+    missed = 1 - experts.num_active / experts.num_experts
+    return float(experts.num_experts * (1 - missed**num_tokens))
+
+
+def linear_flops(
+    config: ModelConfig, num_tokens: int, num_logit_rows: int, experts: Experts = DENSE
+) -> int:
+    """Matrix products: 2 per parameter and token; the output matrix for the rows that need logits."""
+    body = active_parameters(config, experts) * num_tokens
+    return 2 * (body + output_parameters(config) * num_logit_rows)
+
+
+def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """The sliding window of each layer, None where a token sees all before it."""
+    return (None,) * config.num_layers
+
+
+def visible_keys(start: int, num_tokens: int, window: int | None) -> int:
+    """Keys that tokens at positions start … start + num_tokens − 1 see in sum: each itself and those before, up to `window`."""
+    end = start + num_tokens
+    if window is None:
+        return (end * (end + 1) - start * (start + 1)) // 2
+    ramp_end = min(max(window, start), end)  # before it a token sees fewer than `window`
+    return visible_keys(start, ramp_end - start, None) + (end - ramp_end) * window
+
+
+def attention_flops(config: ModelConfig, start: int, num_tokens: int) -> int:
+    """Scores and weighted sum: 4 · query heads · head_dim for each pair of query and visible key."""
+    keys = sum(visible_keys(start, num_tokens, window) for window in layer_windows(config))
+    return 4 * config.num_heads * config.head_dim * keys
+
+
+def kv_bytes_per_layer_token(config: ModelConfig, value_bytes: float = KV_VALUE_BYTES) -> float:
+    """2 (K and V) · KV heads · head_dim · bytes of a value."""
+    return 2 * config.num_kv_heads * config.head_dim * value_bytes
+
+
+def kv_read_bytes(
+    config: ModelConfig, start: int, num_tokens: int, value_bytes: float = KV_VALUE_BYTES
+) -> float:
+    """K and V that a step reads for one sequence, each visible position once, as a kernel that shares tiles can."""
+    return kv_bytes_per_layer_token(config, value_bytes) * sum(
+        _visible_positions(start, num_tokens, window) for window in layer_windows(config)
+    )
+
+
+def kv_write_bytes(
+    config: ModelConfig, num_tokens: int, value_bytes: float = KV_VALUE_BYTES
+) -> float:
+    return kv_bytes_per_layer_token(config, value_bytes) * config.num_layers * num_tokens
+
+
+def _visible_positions(start: int, num_tokens: int, window: int | None) -> int:
+    end = start + num_tokens
+    return end if window is None else min(end, num_tokens + window - 1)
+
+
+def kv_groups(windows: Sequence[int | None]) -> list[KVGroupSpec]:
+    """Layers by the window that they share, cut into groups of one size, since all pages are of one size.
+
+    The size is the greatest that divides the number of layers of every window: 15 sliding and 3 full layers
+    are five groups of 3 and one of 3.
+    """
+    kinds = kinds_of_layers(windows)
+    size = math.gcd(*kinds.values())
+    groups = []
+    for window, num_layers in kinds.items():
+        name = "full" if window is None else f"sliding {window}"
+        groups += [KVGroupSpec(name, size, window)] * (num_layers // size)
+    return groups
+
+
+def kinds_of_layers(windows: Sequence[int | None]) -> dict[int | None, int]:
+    """How many layers have each window, full attention (None) first, then wider before narrower."""
+    wide = sorted({w for w in windows if w is not None}, reverse=True)
+    order: list[int | None] = [*([None] if None in windows else []), *wide]
+    return {window: windows.count(window) for window in order}
+
+
+def workspace_bytes(config: ModelConfig, num_tokens: int) -> int:
+    """float32 activations of a step of `num_tokens`, buffers shared by layers as the CPU plan shares them, and a tile of logits."""
+    query = config.num_heads * config.head_dim
+    qkv = query + 2 * config.num_kv_heads * config.head_dim
+    widths = config.hidden_size + qkv + query // 2 + query + config.intermediate_size
+    return 4 * (num_tokens * widths + LOGIT_TILE * config.vocab_size)
