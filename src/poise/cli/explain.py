@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from poise.cli.sizes import binary_size
 from poise.config import Settings, flags
 from poise.machine import available_memory_bytes, default_threads
-from poise.optimisations import OPTIMISATIONS
+from poise.optimisations import OPTIMISATIONS, Optimisation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,9 +54,20 @@ def optimisation_table(settings: Settings) -> Table:
             entry.state(settings),
             entry.kind,
             entry.way_back,
-            f"no evidence here: run {entry.check}\ngain: {entry.experiment}",
+            f"{_evidence(entry, settings)}\ngain: {entry.experiment}",
         )
     return table
+
+
+def _evidence(entry: Optimisation, settings: Settings) -> str:
+    """For lossy ones the record of their quality, where there is one for this model and these settings."""
+    if entry.kind == "lossy" and entry.state(settings) != "off":
+        from poise.verify.quality_record import evidence
+
+        found = evidence(settings)
+        if found is not None:
+            return f"evidence: {found}"
+    return f"no evidence here: run {entry.check}"
 
 
 def _shown(name: str, value: object) -> str:

@@ -80,3 +80,7 @@ class ModelRunner:
         for request_id in broken:
             drawn.pop(request_id, None)
         return ModelRunnerOutput(drawn, logprobs, prompt_logprobs, frozenset(broken))
+
+    def logits(self, step: Step, out: NDArray[np.float32]) -> None:
+        """Runs one step that draws nothing; fills `out` float32 [len(step.logit_rows), vocabulary]."""
+        self._backend.run(step, logits=out)
