@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from poise.cli.planning import report_options, show
 from poise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from poise.bench.record import RunRecord
 
 
 @click.command("little")
@@ -36,19 +40,16 @@ def command(
     elif any(value is not None for value in (concurrency, rate, latency, output_tokens)):
         raise ConfigError(f"give {record} or numbers, not both")
     else:
-        report = little.plan(**_of_record(record), source=record.name)
-        report.notes.append(
-            "From the record's full window: mean in flight between send and end, answers completed a second, mean time from "
-            "the send of those answered. Requests that failed or crossed the window's edge account for a difference."
-        )
+        from poise.bench.record import read_run
+
+        run = read_run(record)
+        report = little.plan(**_means(run, record), source=record.name)
+        report.notes += _notes(run)
     show(report, as_json, explain)
 
 
-def _of_record(path: Path) -> dict[str, float]:
+def _means(run: RunRecord, path: Path) -> dict[str, float]:
     """The three means of a record's full window. Raises ConfigError where one is missing."""
-    from poise.bench.record import read_run
-
-    run = read_run(path)
     window = run.summary.get("full")
     times = window.distributions.get("e2el_from_send") if window else None
     found = {
@@ -60,3 +61,15 @@ def _of_record(path: Path) -> dict[str, float]:
     if missing:
         raise ConfigError(f"{path} has no {' and no '.join(missing)}: nothing was answered")
     return {name: value for name, value in found.items() if value}
+
+
+def _notes(run: RunRecord) -> list[str]:
+    """Where the figures come from, and whether the run itself is to be believed."""
+    lines = [
+        "From the full window: mean in flight between send and end, answers a second, mean time from the send of those answered. "
+        "All come from the same rows, so a difference means requests that failed or crossed the window's edge."
+    ]
+    if not run.valid:
+        reasons = "; ".join(f"{gate.name}: {gate.reason}" for gate in run.failed_gates)
+        lines.append(f"The run is not valid ({reasons or run.stopped}).")
+    return lines

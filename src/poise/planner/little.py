@@ -36,7 +36,8 @@ def plan(
     arrivals = None if rate is None else positive("--rate", rate)
     seconds = None if latency is None else positive("--latency", latency)
     report = Report("little", f"Little's law{f', {source}' if source else ''}")
-    how = {"concurrency": "as given", "rate": "as given", "latency": "as given"}
+    given_by = f"from {source}" if source else "as given"
+    how = {"concurrency": given_by, "rate": given_by, "latency": given_by}
     if in_flight is None:
         assert arrivals is not None
         assert seconds is not None
@@ -54,7 +55,7 @@ def plan(
     report.add("latency", "time in the system, W", seconds, Unit.SECONDS, how["latency"])
     if len(given) == 3:
         by_law = arrivals * seconds
-        off = 100 * (by_law - in_flight) / in_flight
+        off = round(100 * (by_law - in_flight) / in_flight, 6)
         report.add("by_law", "λ·W", by_law, Unit.REQUESTS, f"{arrivals:g} · {seconds:g}")
         report.add("difference", "off by", off, Unit.PERCENT, "(λ·W − L) / L")
     if output_tokens is not None:

@@ -130,6 +130,10 @@ def test_little_of_a_record(answer: Any, tmp_path: Path, capsys: Any) -> None:
     found = figures(answer("little", str(path), "--json"))
     assert found["by_law"] == (pytest.approx(3.8), "requests")
     assert found["difference"] == (pytest.approx(-5), "%")
+    failed = {"name": "answered", "verdict": "fail", "reason": "1 of 20 requests failed"}
+    invalid = record(in_flight=4.0, rate=2.0, latency=1.9) | {"valid": False, "gates": [failed]}
+    path.write_text(json.dumps(invalid))
+    assert "not valid (answered: 1 of 20 requests failed)" in answer("little", str(path))
     path.write_text(json.dumps(record(in_flight=4.0, rate=0.0, latency=None)))
     assert run(["plan", "little", str(path)]) == 2
     assert "has no rate and no latency: nothing was answered" in capsys.readouterr().err

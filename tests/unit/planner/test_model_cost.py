@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.models import cost
@@ -70,6 +70,7 @@ def test_linear_flops_are_two_per_parameter_and_token() -> None:
     assert cost.linear_flops(config, 5, 2) == 2 * (5 * body + 2 * output)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 60), st.one_of(st.none(), st.integers(1, 80)))
 def test_visible_keys_by_counting_pairs(start: int, num_tokens: int, window: int | None) -> None:
     pairs = [
@@ -83,6 +84,7 @@ def test_visible_keys_by_counting_pairs(start: int, num_tokens: int, window: int
     assert cost._visible_positions(start, num_tokens, window) == keys
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 300), st.data())
 def test_distinct_experts_lie_between_one_tokens_and_all(
     num_experts: int, num_tokens: int, data: st.DataObject

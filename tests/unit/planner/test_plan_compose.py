@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.errors import ConfigError
@@ -65,6 +65,7 @@ claims = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(claims, st.data())
 def test_every_arrangement_lies_in_the_interval(found: list[Claim], data: st.DataObject) -> None:
     """Lays each claim on random parts of 40 slices of the time; overlaps multiply or only the best counts."""
@@ -81,6 +82,7 @@ def test_every_arrangement_lies_in_the_interval(found: list[Claim], data: st.Dat
     assert 1 / multiplied <= greatest_speedup(exact) * tolerance
 
 
+@settings(deadline=None)
 @given(claims)
 def test_the_interval_is_ordered_and_below_the_product(found: list[Claim]) -> None:
     tolerance = 1 + 1e-9

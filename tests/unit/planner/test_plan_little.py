@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.errors import ConfigError
@@ -12,6 +12,7 @@ from poise.planner.little import plan
 positive = st.floats(1e-3, 1e6)
 
 
+@settings(deadline=None)
 @given(positive, positive)
 def test_any_two_give_the_third(rate: float, latency: float) -> None:
     forward = plan(rate=rate, latency=latency)

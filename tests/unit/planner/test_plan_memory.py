@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.core.kv_cache_manager import KVCacheManager
@@ -123,6 +123,7 @@ shapes = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(1, 600), st.integers(1, 64), st.sampled_from([16, 32, 64]))
 def test_no_sequence_ever_holds_more_than_planned(
     layers: KVLayers, num_tokens: int, chunk: int, block_size: int
@@ -143,6 +144,7 @@ def test_no_sequence_ever_holds_more_than_planned(
         assert most == pages.blocks(num_tokens)
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(1, 10**6), st.integers(1, 1000), st.integers(1, 10**12))
 def test_what_is_said_to_fit_fits_and_one_more_does_not(
     layers: KVLayers, tokens: int, sequences: int, memory: int
@@ -156,6 +158,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(
         assert pages.blocks_of_all(longest, sequences, 0) * pages.page_bytes <= memory
 
 
+@settings(deadline=None)
 @given(shapes)
 def test_groups_are_of_one_size_and_hold_every_layer_once(layers: KVLayers) -> None:
     groups = cost.kv_groups(layers.windows)

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.errors import ConfigError
@@ -167,6 +167,7 @@ def test_an_h100_gains_bandwidth_for_decoding_and_compute_for_prefill() -> None:
     assert times[1][0] / times[1][1] == pytest.approx(989.5 / 312)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(SHAPES)),
     st.integers(1, 512),

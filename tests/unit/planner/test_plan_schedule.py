@@ -7,7 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.errors import ConfigError
@@ -66,6 +66,7 @@ def test_nonsense_is_refused(lengths: object, slots: object, message: str) -> No
 cases = given(st.lists(st.integers(1, 30), max_size=25), st.integers(1, 6))
 
 
+@settings(deadline=None)
 @cases
 def test_continuous_is_list_scheduling(lengths: list[int], slots: int) -> None:
     """An independent model: a heap of the instants at which slots become free."""
@@ -78,6 +79,7 @@ def test_continuous_is_list_scheduling(lengths: list[int], slots: int) -> None:
     assert [run.end for run in continuous(lengths, slots).runs] == ends
 
 
+@settings(deadline=None)
 @cases
 def test_static_takes_the_longest_of_each_batch(lengths: list[int], slots: int) -> None:
     batches = [lengths[i : i + slots] for i in range(0, len(lengths), slots)]
@@ -86,6 +88,7 @@ def test_static_takes_the_longest_of_each_batch(lengths: list[int], slots: int) 
     assert timeline.busy == sum(lengths)
 
 
+@settings(deadline=None)
 @cases
 def test_slots_are_never_shared_and_continuous_never_loses(lengths: list[int], slots: int) -> None:
     by_batch, as_they_come = static(lengths, slots), continuous(lengths, slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.errors import ConfigError
@@ -39,6 +39,7 @@ def test_expected_tokens_is_the_geometric_sum() -> None:
     assert expected_tokens(1, 4) == 5
 
 
+@settings(deadline=None)
 @given(st.floats(0, 0.95), st.integers(0, 8))
 def test_expected_tokens_by_tossing_coins(acceptance: float, k: int) -> None:
     toss = random.Random(1)
@@ -51,6 +52,7 @@ def test_expected_tokens_by_tossing_coins(acceptance: float, k: int) -> None:
     assert total / 4000 == pytest.approx(expected_tokens(acceptance, k), abs=0.25)
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 16),
     st.builds(Costs, st.floats(0, 1), st.floats(0.5, 3), st.floats(0, 0.5)),
@@ -65,6 +67,7 @@ def test_break_even_is_where_the_speedup_is_one(k: int, costs: Costs) -> None:
         assert speedup(even, k, costs) == pytest.approx(1)
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1), st.builds(Costs, st.floats(0, 1), st.floats(0.5, 3), st.floats(0, 0.5)))
 def test_no_k_beats_the_best(acceptance: float, costs: Costs) -> None:
     best = best_k(acceptance, costs)
@@ -84,6 +87,7 @@ def test_without_drafts_a_step_is_a_plain_step() -> None:
 probabilities = st.lists(st.floats(0.001, 1), min_size=2, max_size=8)
 
 
+@settings(deadline=None)
 @given(probabilities, st.data())
 def test_the_emitted_tokens_follow_the_target(weights: list[float], data: st.DataObject) -> None:
     p = [weight / sum(weights) for weight in weights]

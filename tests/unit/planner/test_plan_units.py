@@ -134,7 +134,7 @@ demands = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(layers, demands)
 def test_kv_memory(kv: KVLayers, demand: Demand) -> None:
     before = memory.plan("test", kv, 16, demand)
@@ -171,7 +171,7 @@ def faster(machine: Machine, factor: float) -> Machine:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(machines, phases, st.floats(1e8, 1e12))
 def test_roofline(machine: Machine, steps: list[roofline.Step], parameters: float) -> None:
     options = Options()
@@ -197,7 +197,7 @@ def wide(costs: BareWeights | ModelCosts) -> BareWeights | ModelCosts:
     return ModelCosts(costs.model.with_bits(32), 2 * costs.kv_value_bytes)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(machines, phases, st.sampled_from(sorted(terms.TERMS)))
 def test_terms_of_the_roofline(machine: Machine, steps: list[roofline.Step], term: str) -> None:
     options = Options(dequantise=2, devices=4, link_seconds=1e-5, kv_share=0.25)
@@ -208,6 +208,7 @@ def test_terms_of_the_roofline(machine: Machine, steps: list[roofline.Step], ter
     assert_scaled(before, after, 0.5, by_time)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-2, 1e5), st.floats(1e-2, 1e5), st.floats(1, 1e5))
 def test_little(rate: float, latency: float, tokens: float) -> None:
     before = little.plan(rate=rate, latency=latency, output_tokens=tokens)
@@ -220,23 +221,25 @@ def test_little(rate: float, latency: float, tokens: float) -> None:
         assert_scaled(before, little.plan(**changed), factor, power)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 5))
 def test_schedule(lengths: list[int], slots: int) -> None:
     check(schedule.plan(*schedule.timelines(lengths, slots)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.floats(0, 1), st.integers(0, 64), st.floats(0, 2))
 def test_speculation(acceptance: float, k: int, draft: float) -> None:
     check(speculation.plan(acceptance=acceptance, k=k, draft_cost=draft))
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["4x", "40%", "2x@0.5", "1.5x@30%"]), min_size=1, max_size=5))
 def test_compose(texts: list[str]) -> None:
     check(compose.plan(texts))
 
 
+@settings(deadline=None)
 @given(st.one_of(st.integers(0, 10**15), st.floats(0.01, 1e15)), st.sampled_from(sorted(Unit)))
 def test_a_quantity_is_written_with_its_unit_and_can_be_read_back(value: float, unit: Unit) -> None:
     text = show(value, unit)
