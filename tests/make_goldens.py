@@ -1,19 +1,20 @@
 """Makes tests/data/tiny_*: tiny random models saved by transformers, and the logits that transformers computes in f32.
 
 Needs torch and transformers, which poise itself and its tests do not: run `python tests/make_goldens.py` in an environment
-that has them, numpy and gguf. Each folder holds config.json, model.safetensors and golden.npz. For sequence i golden.npz
+that has them, numpy and gguf (names of folders limit it to these). Each folder holds config.json, model.safetensors and golden.npz. For sequence i golden.npz
 has `tokens_i` int32 [n], `rows_i` int32 [r] (positions) and `logits_i` float32 [r, vocabulary].
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
-from tiny_models import LLAMA3_SCALING, TinyModel, transformers_name
+from tiny_models import LLAMA3_SCALING, TinyModel
 
 DATA = Path(__file__).parent / "data"
 MODELS = {
@@ -45,13 +46,28 @@ MODELS = {
         tie_word_embeddings=True,
         seed=3,
     ),
+    "tiny_gemma3": TinyModel(
+        "gemma3",
+        vocab_size=128,
+        intermediate_size=64,
+        num_layers=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        seed=4,
+        window_period=3,
+    ),
 }
 SEQUENCE_LENGTHS = (1, 17, 70, 300)
 MAX_ROWS = 20
 
 
 def main() -> None:
-    for name, tiny in MODELS.items():
+    for name in sys.argv[1:] or MODELS:
+        tiny = MODELS[name]
         model = build(tiny)
         model.save_pretrained(DATA / name)
         (DATA / name / "generation_config.json").unlink(missing_ok=True)
@@ -67,7 +83,7 @@ def build(tiny: TinyModel) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
-    state = {transformers_name(n): torch.from_numpy(w) for n, w in tiny.weights().items()}
+    state = {name: torch.from_numpy(values) for name, values in tiny.stored_weights().items()}
     if tiny.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)

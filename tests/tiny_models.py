@@ -35,11 +35,15 @@ _FILE_NAMES = {  # canonical: (transformers, GGUF)
     "gate": ("mlp.gate_proj.weight", "ffn_gate.weight"),
     "up": ("mlp.up_proj.weight", "ffn_up.weight"),
     "down": ("mlp.down_proj.weight", "ffn_down.weight"),
+    "attn_post_norm": ("post_attention_layernorm.weight", "post_attention_norm.weight"),
+    "mlp_post_norm": ("post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
 }
+_GEMMA3_MLP_NORM = "pre_feedforward_layernorm.weight"
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -68,6 +72,8 @@ class TinyModel:
     rope_scaling: dict[str, object] | None = None
     tie_word_embeddings: bool = False
     seed: int = 0
+    sliding_window: int = 40  # gemma3
+    window_period: int = 6  # gemma3: every such layer sees everything
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical names to shapes."""
@@ -86,8 +92,10 @@ class TinyModel:
         }
         if self.architecture == "qwen2":
             layer |= {"q_bias": (query,), "k_bias": (kv,), "v_bias": (kv,)}
-        if self.architecture == "qwen3":
+        if self.architecture in ("qwen3", "gemma3"):
             layer |= {"q_norm": (head,), "k_norm": (head,)}
+        if self.architecture == "gemma3":
+            layer |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden), "norm": (hidden,)}
         if not self.tie_word_embeddings:
             shapes["lm_head"] = (self.vocab_size, hidden)
@@ -108,8 +116,31 @@ class TinyModel:
             weights[name] = values
         return weights
 
+    def stored_weights(self) -> dict[str, Floats]:
+        """`weights` under transformers' names, as transformers stores them: gemma3 norms less one."""
+        stored = {}
+        for name, values in self.weights().items():
+            if self.architecture == "gemma3" and name.endswith("norm"):
+                values = values - np.float32(1)
+            stored[transformers_name(name, self.architecture)] = values
+        return stored
+
     def config_json(self) -> dict[str, object]:
         """config.json in the older style (rope_theta, rope_scaling)."""
+        settings = self._common_settings()
+        if self.architecture == "gemma3":
+            del settings["hidden_act"]
+            settings |= {
+                "model_type": "gemma3_text",
+                "hidden_activation": "gelu_pytorch_tanh",
+                "query_pre_attn_scalar": self.head_dim,
+                "rope_local_base_freq": 10000.0,
+                "sliding_window": self.sliding_window,
+                "sliding_window_pattern": self.window_period,
+            }
+        return settings
+
+    def _common_settings(self) -> dict[str, object]:
         return {
             "architectures": [_ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
@@ -145,7 +176,7 @@ def write_safetensors_folder(
 ) -> Path:
     """A Hugging Face folder with weights of that dtype (F32, F16, BF16), config, and a byte-level tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {transformers_name(name): array for name, array in model.weights().items()}
+    weights = model.stored_weights()
     (folder / "config.json").write_text(json.dumps(model.config_json()))
     write_tokenizer_files(folder, model.vocab_size)
     if num_shards == 1:
@@ -216,8 +247,10 @@ def encode_floats(array: Floats, dtype: str) -> bytes:
     return rounded.astype("<u2").tobytes()
 
 
-def transformers_name(canonical: str) -> str:
+def transformers_name(canonical: str, architecture: str = "llama") -> str:
     head, _, tail = canonical.rpartition(".")
+    if architecture == "gemma3" and tail == "mlp_norm":
+        return f"model.{head}.{_GEMMA3_MLP_NORM}"
     return (f"model.{head}." if head else "") + _FILE_NAMES[tail][0]
 
 
@@ -304,7 +337,11 @@ def write_gguf(
 def _gguf_metadata(model: TinyModel) -> dict[str, object]:
     tokens = byte_tokens(model.vocab_size)
     prefix = model.architecture
-    return {
+    window: dict[str, object] = {}
+    if model.architecture == "gemma3":
+        window[f"{prefix}.attention.sliding_window"] = model.sliding_window
+        window[f"{prefix}.attention.sliding_window_pattern"] = model.window_period
+    return window | {
         f"{prefix}.block_count": model.num_layers,
         f"{prefix}.context_length": model.max_position_embeddings,
         f"{prefix}.embedding_length": model.hidden_size,

@@ -1,6 +1,6 @@
 """The arrays of a step: rows, positions, block tables and sampling records, from what the scheduler sent.
 
-Holds per request its tokens, its block table and its sampling state between steps. Knows no model.
+Holds per request its tokens, its block tables and its sampling state between steps. Knows no model.
 Invariant: `tokens[:num_known]` are the request's known tokens, and arrays never move while a step runs.
 """
 
@@ -25,7 +25,7 @@ class RequestState:
     tokens: Int32s
     num_known: int
     num_prompt: int
-    block_table: Int32s
+    block_tables: Int32s  # [KV groups, blocks]
     num_blocks: int
     sampling: SamplingState
     wants_logprobs: bool
@@ -63,16 +63,17 @@ class InputBatch:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
+        num_groups: int,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._max_blocks = -(-max_model_len // block_size)
+        max_blocks = -(-max_model_len // block_size)
         self._states: dict[int, RequestState] = {}
         self._token_ids = np.zeros(max_rows, np.int32)
         self._positions = np.zeros(max_rows, np.int32)
         self._counting = np.arange(max_model_len + 1, dtype=np.int32)
         self._query_start = np.zeros(max_num_seqs + 1, np.int32)
-        self._block_tables = np.zeros((max_num_seqs, self._max_blocks), np.int32)
+        self._block_tables = np.zeros((max_num_seqs, num_groups, max_blocks), np.int32)
         self._rows = SamplingRows(max_rows)
         self._results: Records = np.zeros(max_rows, RESULT_TYPE)
 
@@ -96,7 +97,7 @@ class InputBatch:
             self._token_ids[row:end] = state.tokens[scheduled.start : last]
             self._positions[row:end] = self._counting[scheduled.start : last]
             self._extend(state, scheduled)
-            self._block_tables[i, : state.num_blocks] = state.block_table[: state.num_blocks]
+            self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
             most_blocks = max(most_blocks, state.num_blocks)
             if state.prompt_logprobs is not None:
                 for position in range(scheduled.start, min(last, state.num_prompt - 1)):
@@ -119,7 +120,9 @@ class InputBatch:
             token_ids=self._token_ids[:row],
             positions=self._positions[:row],
             query_start=self._query_start[: count + 1],
-            block_tables=np.ascontiguousarray(self._block_tables[:count, :most_blocks]),
+            block_tables=np.ascontiguousarray(self._block_tables[:count, :, :most_blocks]).reshape(
+                count, self._block_tables.shape[1] * most_blocks
+            ),
             logit_rows=np.array(logit_indices, dtype=np.int32),
         )
         return Batch(
@@ -141,15 +144,15 @@ class InputBatch:
         num_known = len(new.token_ids)
         tokens = np.zeros(self._max_model_len + 1, np.int32)
         tokens[:num_known] = new.token_ids
-        table = np.zeros(self._max_blocks, np.int32)
-        blocks = new.block_tables[0]
-        table[: len(blocks)] = blocks
+        tables = np.zeros(self._block_tables.shape[1:], np.int32)
+        num_blocks = len(new.block_tables[0])
+        tables[:, :num_blocks] = new.block_tables
         return RequestState(
             tokens=tokens,
             num_known=num_known,
             num_prompt=new.num_prompt_tokens,
-            block_table=table,
-            num_blocks=len(blocks),
+            block_tables=tables,
+            num_blocks=num_blocks,
             sampling=SamplingState(new.sampling, self._vocab_size, new.num_prompt_tokens),
             wants_logprobs=params.logprobs is not None,
             prompt_logprobs=params.prompt_logprobs,
@@ -158,8 +161,8 @@ class InputBatch:
     def _extend(self, state: RequestState, scheduled: ScheduledRequest) -> None:
         if not scheduled.new_block_ids:
             return
-        blocks = scheduled.new_block_ids[0]
-        if blocks:
-            end = state.num_blocks + len(blocks)
-            state.block_table[state.num_blocks : end] = blocks
+        num_new = len(scheduled.new_block_ids[0])
+        if num_new:
+            end = state.num_blocks + num_new
+            state.block_tables[:, state.num_blocks : end] = scheduled.new_block_ids
             state.num_blocks = end

@@ -1,15 +1,18 @@
-"""How many KV pages there are: exact bytes from the model's shape, within what the machine allows.
+"""How many KV pages there are and what one holds: exact bytes from the model's shape, within what the machine allows.
 
-Knows shapes and budgets, not requests. One page holds `block_size` tokens of every layer of a KV group.
+Knows shapes and budgets, not requests. One page holds `block_size` tokens of the layers of one KV group.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from poise.config import CacheConfig
+from poise.core.kv_cache_manager import KVCacheManager
 from poise.errors import ConfigError
 from poise.models.config import ModelConfig
+from poise.models.cost import KVGroups, kv_groups, layer_windows
 
 KV_BYTES = 2  # bf16
 SHARE_OF_MEMORY = 0.4  # of what cgroup and machine still allow, where no size was asked for
@@ -17,16 +20,26 @@ SHARE_OF_MEMORY = 0.4  # of what cgroup and machine still allow, where no size w
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """`num_blocks` pages of `page_bytes`, each of `block_size` tokens."""
+    """`num_blocks` pages of `page_bytes`, each of `block_size` tokens. `max_chunk`: the most tokens of a sequence in a step."""
 
+    groups: KVGroups
     block_size: int
     num_blocks: int
     page_bytes: int
+    max_chunk: int
     reason: str
 
     @property
     def num_tokens(self) -> int:
-        return self.block_size * self.num_blocks
+        """Of the longest sequence that the pages hold."""
+
+        def pages(num_blocks: int) -> int:
+            return blocks_of_sequence(
+                self.groups, num_blocks * self.block_size, self.max_chunk, self.block_size
+            )
+
+        longest = bisect_right(range(self.num_blocks + 1), self.num_blocks, key=pages) - 1
+        return longest * self.block_size
 
     @property
     def num_bytes(self) -> int:
@@ -38,20 +51,31 @@ def kv_bytes_per_token(config: ModelConfig) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_BYTES
 
 
+def blocks_of_sequence(
+    groups: KVGroups, num_tokens: int, max_chunk: int, block_size: int
+) -> int:
+    """The most pages of all groups that a sequence of `num_tokens` holds at once."""
+    manager = KVCacheManager(groups.specs, 1, block_size, None)
+    return manager.num_blocks_needed(num_tokens, max_chunk)
+
+
 def plan_kv_cache(
     config: ModelConfig,
     cache: CacheConfig,
     max_num_seqs: int,
     max_model_len: int,
+    max_chunk: int,
     available_bytes: int | None,
 ) -> KVCachePlan:
     """Sizes the pool: what was asked for, or the smaller of 40 % of `available_bytes` and what all sequences could use.
 
-    `available_bytes=None` (the system does not tell) leaves only the second. Raises ConfigError where not even one page fits.
+    `max_chunk`: the most tokens of a sequence in one step. `available_bytes=None` (the system does not tell) leaves only
+    the second. Raises ConfigError where not even one page fits.
     """
-    page_bytes = kv_bytes_per_token(config) * cache.block_size
-    blocks_per_sequence = -(-max_model_len // cache.block_size)
-    usable = max_num_seqs * blocks_per_sequence
+    groups = kv_groups(layer_windows(config))
+    layer_bytes = kv_bytes_per_token(config) // config.num_layers
+    page_bytes = layer_bytes * groups.layers_per_page * cache.block_size
+    usable = max_num_seqs * blocks_of_sequence(groups, max_model_len, max_chunk, cache.block_size)
     if cache.memory_bytes is not None:
         num_blocks = cache.memory_bytes // page_bytes
         reason = f"--kv-cache-memory-bytes {cache.memory_bytes}"
@@ -69,4 +93,4 @@ def plan_kv_cache(
         raise ConfigError(
             f"{asked} bytes of KV cache hold no page of {page_bytes} bytes; give --kv-cache-memory-bytes more"
         )
-    return KVCachePlan(cache.block_size, num_blocks, page_bytes, reason)
+    return KVCachePlan(groups, cache.block_size, num_blocks, page_bytes, max_chunk, reason)

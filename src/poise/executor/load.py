@@ -65,14 +65,20 @@ def load_executor(
         )
     record = family(config.architecture)
     kv_cache = plan_kv_cache(
-        config, cache, scheduler.max_num_seqs, max_model_len, available_memory_bytes()
+        config,
+        cache,
+        scheduler.max_num_seqs,
+        max_model_len,
+        scheduler.max_num_batched_tokens,
+        available_memory_bytes(),
     )
     shape = KVShape(
-        config.num_layers,
+        kv_cache.groups.layers_per_page,
         config.num_kv_heads,
         config.head_dim,
         cache.block_size,
         kv_cache.num_blocks,
+        kv_cache.groups.places,
     )
     threads = compute.threads or default_threads()
     backend = CPUBackend(shape, max_rows=scheduler.max_num_batched_tokens, threads=threads)
@@ -83,6 +89,7 @@ def load_executor(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=max_model_len,
         block_size=cache.block_size,
+        num_groups=shape.num_groups,
     )
     identity = (
         f"{checkpoint.digest()}|activations=auto|kv=bf16|numerics={NUMERICS_VERSION}".encode()
@@ -90,7 +97,7 @@ def load_executor(
     runner = ModelRunner(backend, batch)
     return LoadedExecutor(
         executor=runner,
-        kv_groups=[KVGroupSpec("full", config.num_layers)],
+        kv_groups=list(kv_cache.groups.specs),
         kv_cache=kv_cache,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from poise.weights.checkpoint import RawTensor
 KEY_BLOCK = 64  # keys per softmax update
 SPLIT = 256  # positions per attention split
 LOGIT_TILE = 32  # rows of logits that exist at once
+
+Activation = Literal["silu", "gelu_tanh"]
 
 Handle = Any
 
@@ -32,13 +34,24 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of one model: layers × KV heads × head_dim, in pages of `block_size` tokens (bf16)."""
+    """The KV of one model: pages of `block_size` tokens × `num_layers` layers of one KV group (bf16).
+
+    `places` gives the KV group and the place in its pages of each layer of the model; empty: one group, layers in order.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     num_blocks: int
+    places: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + max((group for group, _ in self.places), default=0)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        return self.places[layer] if self.places else (0, layer)
 
 
 @dataclass(slots=True)
@@ -46,8 +59,9 @@ class Step:
     """Rows of one step, grouped by sequence (a request scheduled in this step), in position order within each.
 
     token_ids, positions: int32 [rows]. query_start: int32 [sequences + 1], rows of sequence s are
-    query_start[s] … query_start[s+1]-1. block_tables: int32 [sequences, blocks]. logit_rows: int32 [n], ascending
-    row numbers whose logits are wanted.
+    query_start[s] … query_start[s+1]-1. block_tables: int32 [sequences, groups · blocks], the tables of the KV groups side
+    by side; blocks behind a group's window are never looked at. logit_rows: int32 [n], ascending row numbers whose logits
+    are wanted.
     """
 
     token_ids: NDArray[np.int32]
@@ -68,8 +82,8 @@ class Ops(Protocol):
         """A float32 vector."""
         ...
 
-    def embed(self, table: Handle) -> Handle:
-        """x[row] = dequantised table row of the row's token id."""
+    def embed(self, table: Handle, scale: float = 1.0) -> Handle:
+        """x[row] = dequantised table row of the row's token id, times `scale` where that is not 1."""
         ...
 
     def norm_linear(
@@ -94,22 +108,43 @@ class Ops(Protocol):
         q_norm: Handle | None = None,
         k_norm: Handle | None = None,
         eps: float = 0.0,
+        query_scale: float | None = None,
     ) -> Handle:
-        """Optional per-head norm, rope on q and k, K and V rounded to bf16 into the pages; returns q, scaled and in bf16."""
+        """Optional per-head norm, rope on q and k, K and V rounded to bf16 into the pages; returns q in bf16, times
+        `query_scale` (None: head_dim^-1/2).
+        """
         ...
 
-    def attention(self, q: Handle, layer: int) -> Handle:
-        """Causal attention over the pages; float32 [rows, heads * head_dim]."""
+    def attention(self, q: Handle, layer: int, window: int | None = None) -> Handle:
+        """Causal attention over the pages; float32 [rows, heads * head_dim].
+
+        With a `window` the row at position p sees positions p - window + 1 … p; all layers of a KV group share it.
+        """
         ...
 
-    def linear_residual(self, a: Handle, weight: Handle, x: Handle) -> Handle:
-        """x + weight · a."""
+    def linear_residual(
+        self,
+        a: Handle,
+        weight: Handle,
+        x: Handle,
+        post_norm: Handle | None = None,
+        eps: float = 0.0,
+    ) -> Handle:
+        """x + weight · a, or x + the RMS norm of weight · a."""
         ...
 
     def gated_mlp(
-        self, x: Handle, norm: Handle, eps: float, gate: Handle, up: Handle, down: Handle
+        self,
+        x: Handle,
+        norm: Handle,
+        eps: float,
+        gate: Handle,
+        up: Handle,
+        down: Handle,
+        activation: Activation = "silu",
+        post_norm: Handle | None = None,
     ) -> Handle:
-        """x + down · (silu(gate · n) · (up · n)), n the RMS norm of x."""
+        """x + down · (activation(gate · n) · (up · n)), n the RMS norm of x; with a `post_norm` x + the RMS norm of that."""
         ...
 
     def logits(self, x: Handle, norm: Handle, eps: float, output: Handle) -> None:

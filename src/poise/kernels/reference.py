@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from poise.kernels import reference_exact, reference_float
 from poise.kernels import reference_math as math
-from poise.kernels.ops import KVShape, Ops, RopeTable, Step
+from poise.kernels.ops import Activation, KVShape, Ops, RopeTable, Step
 from poise.kernels.reference_containers import (
     FloatWeights,
     IntegerWeights,
@@ -40,12 +40,15 @@ class _Arithmetic(Protocol):
     def pack(self, weights: IntegerWeights | FloatWeights) -> _Product: ...
     def norm(self, x: F32, weight: F32, eps: float) -> F32: ...
     def add(self, a: F32, b: F32) -> F32: ...
-    def gate(self, g: F32, u: F32) -> F32: ...
+    def gate(self, g: F32, u: F32, activation: Activation) -> F32: ...
     def rotate(self, x: F32, cosine: F32, sine: F32) -> F32: ...
     def scale_query(self, q: F32, scale: np.float32) -> F32: ...
     def to_page(self, x: F32) -> NDArray[np.generic]: ...
     def from_page(self, page: NDArray[np.generic]) -> F32: ...
-    def attend(self, q: F32, keys: F32, values: F32, positions: NDArray[np.int32]) -> F32: ...
+    def scale(self, x: F32, factor: np.float32) -> F32: ...
+    def attend(
+        self, q: F32, keys: F32, values: F32, positions: NDArray[np.int32], window: int | None
+    ) -> F32: ...
 
 
 class _Exact:
@@ -53,6 +56,7 @@ class _Exact:
     pack = staticmethod(reference_exact.pack)
     norm = staticmethod(math.rms_norm)
     add = staticmethod(math.add)
+    scale = staticmethod(math.multiply)
     gate = staticmethod(reference_exact.gate)
     rotate = staticmethod(reference_exact.rotate)
     attend = staticmethod(reference_exact.attend)
@@ -78,8 +82,11 @@ class _Float32:
         return a + b
 
     @math.quiet
+    def scale(self, x: F32, factor: np.float32) -> F32:
+        return x * factor
+
     def scale_query(self, q: F32, scale: np.float32) -> F32:
-        return q * scale
+        return self.scale(q, scale)
 
     def to_page(self, x: F32) -> NDArray[np.generic]:
         return x
@@ -109,8 +116,8 @@ class Matrix:
 class ReferenceBackend:
     """`Ops`, executed eagerly. Values are float32 arrays [rows, width].
 
-    `pages` [layers, 2 (K, V), blocks, block_size, KV heads, head_dim] holds bf16 bits (uint16) in mode `exact`, float32 in
-    mode `f32`.
+    `pages` [layers of a page, 2 (K, V), blocks, block_size, KV heads, head_dim] holds bf16 bits (uint16) in mode `exact`,
+    float32 in mode `f32`.
     """
 
     def __init__(self, kv: KVShape, mode: Mode = "exact") -> None:
@@ -146,8 +153,9 @@ class ReferenceBackend:
     def vector(self, tensor: RawTensor) -> F32:
         return unpack_vector(tensor)
 
-    def embed(self, table: Matrix) -> F32:
-        return table.rows(self.step.token_ids)
+    def embed(self, table: Matrix, scale: float = 1.0) -> F32:
+        rows = table.rows(self.step.token_ids)
+        return rows if scale == 1.0 else self._arithmetic.scale(rows, np.float32(scale))
 
     def norm_linear(
         self,
@@ -174,6 +182,7 @@ class ReferenceBackend:
         q_norm: F32 | None = None,
         k_norm: F32 | None = None,
         eps: float = 0.0,
+        query_scale: float | None = None,
     ) -> F32:
         arithmetic = self._arithmetic
         heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
@@ -186,16 +195,19 @@ class ReferenceBackend:
         sine, cosine = math.sin_cos(math.multiply(positions, rope.inverse_frequencies))
         q = arithmetic.rotate(q, cosine, sine)
         k = arithmetic.rotate(k, cosine, sine)
-        blocks, offsets = self._slots()
-        self.pages[layer, 0, blocks, offsets] = arithmetic.to_page(k)
-        self.pages[layer, 1, blocks, offsets] = arithmetic.to_page(v)
-        return arithmetic.scale_query(q, np.float32(head_dim**-0.5)).reshape(len(qkv), -1)
+        group, place = self._kv.place(layer)
+        blocks, offsets = self._slots(group)
+        self.pages[place, 0, blocks, offsets] = arithmetic.to_page(k)
+        self.pages[place, 1, blocks, offsets] = arithmetic.to_page(v)
+        scale = np.float32(head_dim**-0.5 if query_scale is None else query_scale)
+        return arithmetic.scale_query(q, scale).reshape(len(qkv), -1)
 
-    def attention(self, q: F32, layer: int) -> F32:
+    def attention(self, q: F32, layer: int, window: int | None = None) -> F32:
         step = self.step
+        group, place = self._kv.place(layer)
         heads = q.reshape(len(q), -1, self._kv.head_dim)
         result = np.empty_like(heads)
-        for sequence, table in enumerate(step.block_tables):
+        for sequence, table in enumerate(self._tables(group)):
             rows = slice(step.query_start[sequence], step.query_start[sequence + 1])
             positions = step.positions[rows]
             if not len(positions):
@@ -203,29 +215,46 @@ class ReferenceBackend:
             tokens = np.arange(int(positions.max()) + 1)
             blocks, offsets = table[tokens // self._kv.block_size], tokens % self._kv.block_size
             keys, values = (
-                self._arithmetic.from_page(self.pages[layer, part, blocks, offsets])
+                self._arithmetic.from_page(self.pages[place, part, blocks, offsets])
                 for part in (0, 1)
             )
-            result[rows] = self._arithmetic.attend(heads[rows], keys, values, positions)
+            result[rows] = self._arithmetic.attend(heads[rows], keys, values, positions, window)
         return result.reshape(q.shape)
 
-    def linear_residual(self, a: F32, weight: Matrix, x: F32) -> F32:
-        return self._arithmetic.add(x, weight.product(a))
+    def linear_residual(
+        self, a: F32, weight: Matrix, x: F32, post_norm: F32 | None = None, eps: float = 0.0
+    ) -> F32:
+        product = weight.product(a)
+        if post_norm is not None:
+            product = self._arithmetic.norm(product, post_norm, eps)
+        return self._arithmetic.add(x, product)
 
     def gated_mlp(
-        self, x: F32, norm: F32, eps: float, gate: Matrix, up: Matrix, down: Matrix
+        self,
+        x: F32,
+        norm: F32,
+        eps: float,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
+        activation: Activation = "silu",
+        post_norm: F32 | None = None,
     ) -> F32:
         normed = self._arithmetic.norm(x, norm, eps)
-        hidden = self._arithmetic.gate(gate.product(normed), up.product(normed))
-        return self._arithmetic.add(x, down.product(hidden))
+        hidden = self._arithmetic.gate(gate.product(normed), up.product(normed), activation)
+        return self.linear_residual(hidden, down, x, post_norm, eps)
 
     def logits(self, x: F32, norm: F32, eps: float, output: Matrix) -> None:
         rows = x[self.step.logit_rows]
         self._logits = output.product(self._arithmetic.norm(rows, norm, eps))
 
-    def _slots(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _tables(self, group: int) -> NDArray[np.int32]:
+        """[sequences, blocks] of one KV group."""
+        return np.split(self.step.block_tables, self._kv.num_groups, axis=1)[group]
+
+    def _slots(self, group: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Block and offset of every row of the step."""
         step = self.step
         sequences = np.repeat(np.arange(len(step.block_tables)), np.diff(step.query_start))
-        blocks = step.block_tables[sequences, step.positions // self._kv.block_size]
+        blocks = self._tables(group)[sequences, step.positions // self._kv.block_size]
         return blocks, step.positions % self._kv.block_size

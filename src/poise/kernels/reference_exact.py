@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.kernels import reference_math as math
-from poise.kernels.ops import KEY_BLOCK, SPLIT
+from poise.kernels.ops import KEY_BLOCK, SPLIT, Activation
 from poise.kernels.reference_containers import FloatWeights, IntegerWeights
 from poise.kernels.reference_math import F32, F64
 
@@ -122,16 +122,19 @@ def rotate(x: F32, cosine: F32, sine: F32) -> F32:
     )
 
 
-def gate(g: F32, u: F32) -> F32:
-    return math.multiply(math.silu(g), u)
+def gate(g: F32, u: F32, activation: Activation) -> F32:
+    return math.multiply(math.silu(g) if activation == "silu" else math.gelu(g), u)
 
 
-def attend(q: F32, keys: F32, values: F32, positions: NDArray[np.int32]) -> F32:
+def attend(
+    q: F32, keys: F32, values: F32, positions: NDArray[np.int32], window: int | None = None
+) -> F32:
     """Attention of one sequence's rows over its keys.
 
     q: [rows, heads, head_dim], scaled, bf16 values. keys, values: [tokens, KV heads, head_dim], bf16 values, tokens
-    0…max(positions). A row at position p sees tokens 0…p.
+    0…max(positions). A row at position p sees tokens 0…p, with a window p - window + 1 … p.
     """
+    first = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
     padding = -len(keys) % KEY_BLOCK
     per_kv_head = q.shape[1] // keys.shape[1]
     keys, values = (
@@ -141,19 +144,35 @@ def attend(q: F32, keys: F32, values: F32, positions: NDArray[np.int32]) -> F32:
     result = np.empty_like(q)
     for begin in range(0, len(q), TILE_ROWS):
         tile = slice(begin, begin + TILE_ROWS)
-        result[tile] = _attend_tile(q[tile], keys, values, positions[tile])
+        result[tile] = _attend_tile(q[tile], keys, values, first[tile], positions[tile])
     return result
 
 
-def _attend_tile(q: F32, keys: F32, values: F32, positions: NDArray[np.int32]) -> F32:
-    total = _split(q, keys, values, positions, 0)
-    for start in range(SPLIT, int(positions.max()) + 1, SPLIT):
-        live = np.flatnonzero(positions >= start)
-        state = _split(q[live], keys, values, positions[live], start)
-        _replace(total, live, _fold(_take(total, live), state))
+def _attend_tile(
+    q: F32, keys: F32, values: F32, first: NDArray[np.int32], last: NDArray[np.int32]
+) -> F32:
+    """Rows that see positions first … last."""
+    total = _empty_state(q)
+    for start in range(int(first.min()) // SPLIT * SPLIT, int(last.max()) + 1, SPLIT):
+        live = np.flatnonzero((last >= start) & (first < start + SPLIT))
+        state = _split(q[live], keys, values, first[live], last[live], start)
+        begun = first[live] < start
+        _replace(total, live[~begun], _take(state, np.flatnonzero(~begun)))
+        folded = _fold(_take(total, live[begun]), _take(state, np.flatnonzero(begun)))
+        _replace(total, live[begun], folded)
     _, weight_sum, acc = total
     # + 0: whether a masked term was added, skipped or negative must not show in the sign of a zero.
     return math.add(math.divide(acc, weight_sum[..., np.newaxis]), np.float32(0))
+
+
+def _empty_state(q: F32) -> State:
+    rows, heads, head_dim = q.shape
+    nothing = np.full((rows, heads), -np.inf, np.float32)
+    return (
+        nothing,
+        np.zeros((rows, heads), np.float32),
+        np.zeros((rows, heads, head_dim), np.float32),
+    )
 
 
 def _take(state: State, rows: NDArray[np.intp]) -> State:
@@ -174,19 +193,29 @@ def _fold(left: State, right: State) -> State:
     return peak, weight_sum, math.fma32(right[2], gain[..., np.newaxis], kept)
 
 
-def _split(q: F32, keys: F32, values: F32, positions: NDArray[np.int32], start: int) -> State:
-    """The softmax state of rows, all at or past `start`, over positions start … start + 255."""
-    rows, heads, head_dim = q.shape
-    nothing = np.full((rows, heads), -np.inf, np.float32)
-    zero = np.zeros((rows, heads), np.float32)
-    state = nothing, zero, np.zeros((rows, heads, head_dim), np.float32)
-    for block in range(start, min(start + SPLIT, int(positions.max()) + 1), KEY_BLOCK):
-        live = np.flatnonzero(positions >= block)
+def _split(
+    q: F32,
+    keys: F32,
+    values: F32,
+    first: NDArray[np.int32],
+    last: NDArray[np.int32],
+    start: int,
+) -> State:
+    """The softmax state of rows, all of which see some of the positions start … start + 255."""
+    state = _empty_state(q)
+    for block in range(start, min(start + SPLIT, int(last.max()) + 1), KEY_BLOCK):
+        seen = (last >= block) & (first < block + KEY_BLOCK)
+        begins = (first >= block) | (block == start)
         tokens = slice(block, block + KEY_BLOCK)
-        visible = np.arange(block, block + KEY_BLOCK) <= positions[live, np.newaxis]
-        update = _first_block if block == start else _next_block
-        scores = _scores(q[live], keys[tokens])
-        _replace(state, live, update(_take(state, live), scores, values[tokens], visible))
+        positions = np.arange(block, block + KEY_BLOCK)
+        for rows, update in ((seen & begins, _first_block), (seen & ~begins, _next_block)):
+            live = np.flatnonzero(rows)
+            if not len(live):
+                continue
+            visible = positions <= last[live, np.newaxis]
+            visible &= positions >= first[live, np.newaxis]
+            scores = _scores(q[live], keys[tokens])
+            _replace(state, live, update(_take(state, live), scores, values[tokens], visible))
     return state
 
 

@@ -5,9 +5,12 @@ The yardstick for quality (KL, goldens), not a contract on bits: sums run in any
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.kernels.ops import Activation
 from poise.kernels.reference_containers import FloatWeights, IntegerWeights
 from poise.kernels.reference_math import F32, quiet
 
@@ -40,19 +43,27 @@ def rotate(x: F32, cosine: F32, sine: F32) -> F32:
 
 
 @quiet
-def gate(g: F32, u: F32) -> F32:
-    result: F32 = g / (1 + np.exp(-g)) * u
-    return result
+def gate(g: F32, u: F32, activation: Activation) -> F32:
+    if activation == "silu":
+        activated: F32 = g / (1 + np.exp(-g))
+    else:
+        y = np.float32(math.sqrt(2 / math.pi)) * (g + np.float32(0.044715) * g * g * g)
+        activated = np.float32(0.5) * g * (1 + np.tanh(y))
+    return activated * u
 
 
 @quiet
-def attend(q: F32, keys: F32, values: F32, positions: NDArray[np.int32]) -> F32:
+def attend(
+    q: F32, keys: F32, values: F32, positions: NDArray[np.int32], window: int | None = None
+) -> F32:
     """Softmax attention; shapes as in `reference_exact.attend`."""
     per_kv_head = q.shape[1] // keys.shape[1]
     keys = keys.repeat(per_kv_head, axis=1).transpose(1, 2, 0)
     values = values.repeat(per_kv_head, axis=1).transpose(1, 0, 2)
     scores = q.transpose(1, 0, 2) @ keys  # [heads, rows, tokens]
     hidden = np.arange(scores.shape[-1]) > positions[:, np.newaxis]
+    if window is not None:
+        hidden |= np.arange(scores.shape[-1]) <= positions[:, np.newaxis] - window
     scores = np.where(hidden, np.float32(-np.inf), scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

@@ -31,6 +31,8 @@ GROUP = 32  # activations that share a scale
 LOG2_E = np.float32(1.44269504088896341)
 LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
+GELU_SLOPE = np.float32(1.5957691216057308)  # 2·√(2/π)
+GELU_CUBIC = np.float32(0.044715)
 SQRT_HALF = np.float32(0.707106781186547524)
 EXP_COEFFICIENTS = (
     1.9875691500e-4,
@@ -218,6 +220,13 @@ def log(x: F32) -> F32:
 def silu(x: F32) -> F32:
     """x / (1 + e⁻ˣ)."""
     return divide(x, add(np.float32(1), exp(-x)))
+
+
+def gelu(x: F32) -> F32:
+    """The tanh form: x/2 · (1 + tanh y) = x / (1 + e^−2y), y = √(2/π) · (x + 0.044715 x³)."""
+    cubic = fma32(GELU_CUBIC, multiply(x, x), np.float32(1))
+    twice_y = multiply(multiply(x, GELU_SLOPE), cubic)
+    return divide(x, add(np.float32(1), exp(-twice_y)))
 
 
 def sin_cos(angle: F32) -> tuple[F32, F32]:

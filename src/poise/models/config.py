@@ -21,7 +21,7 @@ class RopeConfig:
 class ModelConfig:
     """Shape of a decoder-only transformer. Sizes in elements, counts as named."""
 
-    architecture: str  # llama, qwen2, qwen3
+    architecture: str  # llama, qwen2, qwen3, gemma3
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -35,6 +35,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False  # a norm between attention, MLP and what they add to
+    embedding_scale: float = 1.0
+    query_scale: float | None = None  # of attention scores; None: head_dim^-1/2
+    windows: tuple[
+        int | None, ...
+    ] = ()  # by layer, how many positions a row sees; None: all; (): all layers all
+    local_rope: RopeConfig | None = None  # of layers with a window
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ softmax and sampling are left out, as is whatever a kernel moves twice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from poise.core.output import KVGroupSpec
 from poise.models.config import ModelConfig
 
 KV_VALUE_BYTES = 2  # the engine keeps K and V in bf16
+MAX_KV_GROUPS = 8  # each costs the scheduler a block table per request
 LOGIT_TILE = 32  # rows of logits that exist at once
 
 
@@ -56,7 +56,7 @@ def parameters(config: ModelConfig, experts: Experts = DENSE) -> Parameters:
     hidden, layers = config.hidden_size, config.num_layers
     query = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
-    vectors = 2 * hidden * layers + hidden
+    vectors = (4 if config.post_norms else 2) * hidden * layers + hidden
     if config.qkv_bias:
         vectors += (query + 2 * kv) * layers
     if config.qk_norm:
@@ -117,7 +117,7 @@ def linear_flops(
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
     """The sliding window of each layer, None where a token sees all before it."""
-    return (None,) * config.num_layers
+    return config.windows or (None,) * config.num_layers
 
 
 def visible_keys(start: int, num_tokens: int, window: int | None) -> int:
@@ -160,19 +160,45 @@ def _visible_positions(start: int, num_tokens: int, window: int | None) -> int:
     return end if window is None else min(end, num_tokens + window - 1)
 
 
-def kv_groups(windows: Sequence[int | None]) -> list[KVGroupSpec]:
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """Groups of up to `layers_per_page` layers; `places[layer]` is a layer's group and its place in the group's pages."""
+
+    layers_per_page: int
+    specs: tuple[KVGroupSpec, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+def kv_groups(windows: Sequence[int | None]) -> KVGroups:
     """Layers by the window that they share, cut into groups of one size, since all pages are of one size.
 
-    The size is the greatest that divides the number of layers of every window: 15 sliding and 3 full layers
-    are five groups of 3 and one of 3.
+    Of the sizes that give at most MAX_KV_GROUPS groups, the one that leaves the fewest places of a page empty, in full
+    groups before others, then the fewest groups (docs/decisions/0005-kv-groups.md): 15 sliding and 3 full layers are five
+    groups of 3 and one of 3.
     """
     kinds = kinds_of_layers(windows)
-    size = math.gcd(*kinds.values())
-    groups = []
-    for window, num_layers in kinds.items():
-        name = "full" if window is None else f"sliding {window}"
-        groups += [KVGroupSpec(name, size, window)] * (num_layers // size)
-    return groups
+    sizes = range(1, max(kinds.values()) + 1)
+    most = max(MAX_KV_GROUPS, len(kinds))
+    fitting = [size for size in sizes if sum(-(-n // size) for n in kinds.values()) <= most]
+    size = min(fitting, key=lambda size: _empty_places(kinds, size))
+    specs: list[KVGroupSpec] = []
+    places = [(0, 0)] * len(windows)
+    for window in kinds:
+        layers = [layer for layer, own in enumerate(windows) if own == window]
+        for start in range(0, len(layers), size):
+            members = layers[start : start + size]
+            for place, layer in enumerate(members):
+                places[layer] = (len(specs), place)
+            name = "full" if window is None else f"sliding {window}"
+            specs.append(KVGroupSpec(name, len(members), window))
+    return KVGroups(size, tuple(specs), tuple(places))
+
+
+def _empty_places(kinds: dict[int | None, int], size: int) -> tuple[int, int, int]:
+    """Of groups of `size` layers: empty places in full groups, in others, and the number of groups."""
+    empty = {window: -num_layers % size for window, num_layers in kinds.items()}
+    full = empty.pop(None, 0)
+    return full, sum(empty.values()), sum(-(-n // size) for n in kinds.values())
 
 
 def kinds_of_layers(windows: Sequence[int | None]) -> dict[int | None, int]:

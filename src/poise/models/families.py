@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from poise.errors import ModelFileError
 from poise.kernels.ops import Ops
-from poise.models import llama, qwen2, qwen3
+from poise.models import gemma3, llama, qwen2, qwen3
 from poise.models.config import ModelConfig
 from poise.models.weights import Source
 
@@ -16,6 +16,7 @@ FAMILIES: dict[str, Record] = {
     "llama": llama.record,
     "qwen2": qwen2.record,
     "qwen3": qwen3.record,
+    "gemma3": gemma3.record,
 }
 
 

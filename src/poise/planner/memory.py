@@ -66,19 +66,19 @@ class Pages:
 
     @property
     def page_bytes(self) -> float:
-        num_layers = cost.kv_groups(self.layers.windows)[0].num_layers
+        num_layers = cost.kv_groups(self.layers.windows).layers_per_page
         return num_layers * self.layers.layer_token_bytes * self.block_size
 
     def blocks(self, num_tokens: int) -> int:
         """The most pages that one sequence holds on its way to `num_tokens`, over all groups."""
         groups = cost.kv_groups(self.layers.windows)
-        manager = KVCacheManager(groups, 1, self.block_size, None)
+        manager = KVCacheManager(groups.specs, 1, self.block_size, None)
         return manager.num_blocks_needed(num_tokens, self.chunk)
 
     def blocks_of_all(self, num_tokens: int, num_sequences: int, prefix: int) -> int:
         """Of sequences that begin with the same `prefix` tokens: whole blocks of it are held once, in full groups."""
         groups = cost.kv_groups(self.layers.windows)
-        full = sum(group.sliding_window is None for group in groups)
+        full = sum(group.sliding_window is None for group in groups.specs)
         shared = full * (min(prefix, num_tokens - 1) // self.block_size)
         return shared + num_sequences * (self.blocks(num_tokens) - shared)
 
@@ -176,7 +176,7 @@ def _sequence_figures(report: Report, layers: KVLayers, pages: Pages, demand: De
     report.add(
         "blocks_per_sequence", "in blocks", blocks, Unit.BLOCKS_PER_SEQUENCE,
         f"⌈{tokens} tokens / {pages.block_size} tokens/block⌉ in each of "
-        f"{len(cost.kv_groups(layers.windows))} groups; behind a window no more than the window, "
+        f"{len(cost.kv_groups(layers.windows).specs)} groups; behind a window no more than the window, "
         f"a chunk of {pages.chunk} and two" if slides
         else f"⌈{tokens} tokens / {pages.block_size} tokens/block⌉",
     )  # fmt: skip

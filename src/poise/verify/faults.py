@@ -130,10 +130,10 @@ def _split_bound_to_the_chunk() -> AbstractContextManager[object]:
     """Attention splits that end where the chunk of the prompt begins."""
     original = reference_exact.attend
 
-    def attend(q: F32, keys: F32, values: F32, positions: Int32s) -> F32:
+    def attend(q: F32, keys: F32, values: F32, positions: Int32s, *rest: Any) -> F32:
         first = int(positions[0]) // KEY_BLOCK * KEY_BLOCK
         with patch.object(reference_exact, "SPLIT", min(first, SPLIT) or SPLIT):
-            return original(q, keys, values, positions)
+            return original(q, keys, values, positions, *rest)
 
     return patch.object(reference._Exact, "attend", staticmethod(attend))
 

@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: metadata to configuration, tensor names to canonical ones, q/k order
 undone.
 
-Knows the architectures llama, qwen2 and qwen3. Invariant: metadata that would change the answer and
+Knows the architectures llama, qwen2, qwen3 and gemma3. Invariant: metadata that would change the answer and
 is not understood is refused by name; nothing is accepted and ignored.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from poise.weights.checkpoint import RawTensor
 from poise.weights.gguf import ArrayField, GGUFFile, TensorEntry
 from poise.weights.mapped_checkpoint import MappedCheckpoint, check_config, check_tensors
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 _TOP_NAMES = {
     "embed": "token_embd.weight",
@@ -40,6 +40,8 @@ _LAYER_NAMES = {
     "q_norm": "attn_q_norm.weight",
     "k_norm": "attn_k_norm.weight",
     "o": "attn_output.weight",
+    "attn_post_norm": "post_attention_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
     "mlp_norm": "ffn_norm.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
@@ -63,6 +65,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "residual_scale": (0.0, 1.0),
     "rope.scaling.attn_factor": (0.0, 1.0),
 }
+# A file with fewer tensors than layers fails at its first gap, so this many are enough to look at.
+MAX_LAYERS = 1 << 12
+# Ends of a turn by their spelling: files that name only the end of text have these too.
+_TURN_ENDS = ("<end_of_turn>",)
+CONTROL = 3  # in tokenizer.ggml.token_type
 _BOS_BY_DEFAULT = ("llama3", "llama-v3", "llama-bpe")  # pre-tokenisers whose models expect a BOS
 
 
@@ -136,7 +143,11 @@ class _Metadata:
             if value is not None and value not in neutral:
                 self.fail(key, f"is {value!r}, a feature that is not supported")
         window = self.get("attention.sliding_window")
-        if window and not (isinstance(window, int) and window >= context):
+        if (
+            self.architecture != "gemma3"
+            and window
+            and not (isinstance(window, int) and window >= context)
+        ):
             self.fail(
                 "attention.sliding_window", f"is {window!r}; sliding windows are not supported"
             )
@@ -162,6 +173,7 @@ def _model_config(metadata: _Metadata) -> ModelConfig:
         metadata.fail("attention.value_length", f"is not the key length, {head_dim}")
     context = metadata.count("context_length")
     metadata.check_neutral(context)
+    gemma3 = _gemma3_settings(metadata, hidden_size, num_heads, head_dim)
     return ModelConfig(
         architecture=metadata.architecture,
         vocab_size=embedding.dimensions[1],
@@ -176,8 +188,45 @@ def _model_config(metadata: _Metadata) -> ModelConfig:
         rope=_rope_config(metadata, head_dim),
         tie_word_embeddings=_TOP_NAMES["lm_head"] not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
-        qk_norm=metadata.architecture == "qwen3",
+        qk_norm=metadata.architecture in ("qwen3", "gemma3"),
+        **gemma3,
     )
+
+
+def _gemma3_settings(
+    metadata: _Metadata, hidden_size: int, num_heads: int, head_dim: int
+) -> dict[str, Any]:
+    """What a `ModelConfig` says of Gemma 3 alone; nothing for other architectures.
+
+    As llama.cpp reads these files: every 6th layer sees everything, unless the file says otherwise;
+    scores scale by head_dim^-1/2, in the model of 62 layers (27B) by (hidden size / heads)^-1/2.
+    """
+    if metadata.architecture != "gemma3":
+        return {}
+    num_layers = metadata.count("block_count")
+    query_width = hidden_size / num_heads if num_layers == 62 else head_dim
+    return {
+        "post_norms": True,
+        "embedding_scale": float(np.float32(math.sqrt(hidden_size))),
+        "query_scale": query_width**-0.5,
+        "windows": _windows(metadata, num_layers),
+        "local_rope": RopeConfig(metadata.number("rope.freq_base_swa", 10000.0), head_dim),
+    }
+
+
+def _windows(metadata: _Metadata, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, None for those that see everything."""
+    window = min(metadata.count("attention.sliding_window"), metadata.count("context_length"))
+    key = "attention.sliding_window_pattern"
+    pattern = metadata.get(key)
+    if isinstance(pattern, ArrayField):
+        slides = [flag is True for flag in metadata.file.array(pattern)]
+        if len(slides) != num_layers:
+            metadata.fail(key, f"has {len(slides)} entries for {num_layers} layers")
+    else:
+        period = metadata.count(key, 6)
+        slides = [(layer + 1) % period != 0 for layer in range(min(num_layers, MAX_LAYERS))]
+    return tuple(window if slide else None for slide in slides)
 
 
 def _rope_config(metadata: _Metadata, head_dim: int) -> RopeConfig:
@@ -214,11 +263,9 @@ def _rope_factors(file: GGUFFile, dim: int) -> tuple[float, ...] | None:
 
 
 def file_names(num_layers: int) -> dict[str, str]:
-    """Canonical name to GGUF name. Bounded: a file with fewer tensors than layers fails at its
-    first gap.
-    """
+    """Canonical name to GGUF name."""
     names = dict(_TOP_NAMES)
-    for index in range(min(num_layers, 1 << 12)):
+    for index in range(min(num_layers, MAX_LAYERS)):
         for canonical, name in _LAYER_NAMES.items():
             names[f"layers.{index}.{canonical}"] = f"blk.{index}.{name}"
     return names
@@ -290,7 +337,8 @@ def _tokenizer_data(file: GGUFFile, vocab_size: int) -> TokenizerData:
         model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
         add_bos = model == "llama" or pre in _BOS_BY_DEFAULT
     template = values.get("tokenizer.chat_template")
-    ends = (ids[role] for role in ("eos", "eot", "eom"))
+    ends = [ids[role] for role in ("eos", "eot", "eom")]
+    ends += [_control_token(values, text) for text in _TURN_ENDS]
     return TokenizerData(
         gguf=values,
         bos_token_id=ids["bos"],
@@ -303,6 +351,15 @@ def _tokenizer_data(file: GGUFFile, vocab_size: int) -> TokenizerData:
             if (token := ids[role]) is not None and isinstance(tokens, list) and token < len(tokens)
         },
     )
+
+
+def _control_token(values: dict[str, object], text: str) -> int | None:
+    """The id of the control token that is spelled so, if there is one."""
+    tokens, types = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(types, list) or text not in tokens:
+        return None
+    token_id = tokens.index(text)
+    return token_id if types[token_id : token_id + 1] == [CONTROL] else None
 
 
 def _token_id(file: GGUFFile, role: str, vocab_size: int) -> int | None:

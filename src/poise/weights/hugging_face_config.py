@@ -1,7 +1,7 @@
 """config.json of a Hugging Face folder as a ModelConfig.
 
-Knows LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM under transformers'
-key names and defaults. Invariant: a setting that would change the answer and is not understood is
+Knows LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM
+under transformers' key names and defaults. Invariant: a setting that would change the answer and is not understood is
 refused by name.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,15 +22,21 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
 }
 # Settings that no model here has, with the values that switch them off.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "mlp_bias": (None, False),
-    "hidden_act": (None, "silu"),
     "partial_rotary_factor": (None, 1.0),
     "is_encoder_decoder": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
 }
+_SILU: tuple[object, ...] = (None, "silu")
+_GELU: tuple[object, ...] = (None, "gelu_pytorch_tanh")
+MAX_LAYERS = 1 << 12  # that are looked at: a folder with fewer tensors fails at its first gap
 _ROPE_TYPES = "default, linear, llama3"
 
 
@@ -71,20 +77,29 @@ class JSONFields:
         return JSONFields(self.path, value, f"{self.prefix}{key}.")
 
 
-def model_config(fields: JSONFields, *, qkv_bias: bool) -> ModelConfig:
-    """The configuration; whether q, k and v have biases is what the tensors say."""
+def model_config(fields: JSONFields, *, qkv_bias: bool, embedding_type: str = "F32") -> ModelConfig:
+    """The configuration; whether q, k and v have biases, and how embeddings are stored, is what the
+    tensors say.
+    """
     architecture = _architecture(fields)
-    for key, neutral in _NEUTRAL.items():
+    is_gemma3 = architecture == "gemma3"
+    activation = {"hidden_act": _SILU}
+    if is_gemma3:
+        activation = dict.fromkeys(("hidden_activation", "hidden_act"), _GELU)
+    for key, neutral in (_NEUTRAL | activation).items():
         value = fields.values.get(key)
         if value not in neutral:
             fields.fail(key, f"is {_short(value)}, which is not supported")
     context = fields.count("max_position_embeddings")
-    _check_windows(fields, context)
+    if not is_gemma3:
+        _check_windows(fields, context)
     num_heads = fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
     head_dim = fields.count(
-        "head_dim", 128 if architecture == "qwen3" else max(hidden_size // num_heads, 1)
+        "head_dim",
+        {"qwen3": 128, "gemma3": 256}.get(architecture, max(hidden_size // num_heads, 1)),
     )
+    gemma3 = _gemma3_settings(fields, head_dim, embedding_type) if is_gemma3 else {}
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -98,11 +113,68 @@ def model_config(fields: JSONFields, *, qkv_bias: bool) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=context,
-        rope=_rope_config(fields, head_dim),
-        tie_word_embeddings=bool(fields.values.get("tie_word_embeddings", False)),
+        rope=gemma3.pop("rope", None) or _rope_config(fields, head_dim),
+        tie_word_embeddings=bool(fields.values.get("tie_word_embeddings", is_gemma3)),
         qkv_bias=qkv_bias or architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "gemma3"),
+        **gemma3,
     )
+
+
+def _gemma3_settings(fields: JSONFields, head_dim: int, embedding_type: str) -> dict[str, Any]:
+    """What a `ModelConfig` says of Gemma 3 alone, and its rope, of which it has two.
+
+    The embedding's scale is √hidden, rounded to the type of the weights as the model was trained.
+    """
+    scale = np.float32(math.sqrt(fields.count("hidden_size")))
+    if embedding_type == "BF16":
+        bits = scale.view(np.uint32)
+        scale = ((bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    elif embedding_type == "F16":
+        scale = np.float32(np.float16(scale))
+    rope, local = _rope_pair(fields, head_dim)
+    return {
+        "post_norms": True,
+        "embedding_scale": float(scale),
+        "query_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        "windows": _windows(fields),
+        "rope": rope,
+        "local_rope": local,
+    }
+
+
+def _windows(fields: JSONFields) -> tuple[int | None, ...]:
+    """The window of each layer, None for those that see everything."""
+    window = min(fields.count("sliding_window", 4096), fields.count("max_position_embeddings"))
+    num_layers = fields.count("num_hidden_layers")
+    listed = fields.values.get("layer_types")
+    if listed is None:
+        period = fields.count("sliding_window_pattern", 6)
+        slides = [(layer + 1) % period != 0 for layer in range(min(num_layers, MAX_LAYERS))]
+    elif isinstance(listed, list) and len(listed) == num_layers:
+        for layer_type in listed:
+            if layer_type not in ("full_attention", "sliding_attention"):
+                fields.fail("layer_types", f"has {_short(layer_type)}, which is not supported")
+        slides = [layer_type == "sliding_attention" for layer_type in listed]
+    else:
+        fields.fail("layer_types", f"is no list of {num_layers} layers")
+    return tuple(window if slide else None for slide in slides)
+
+
+def _rope_pair(fields: JSONFields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """Rope of layers that see everything, and of those with a window."""
+    thetas = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 10000.0)
+    if fields.values.get("rope_parameters") is None:
+        wide = RopeConfig(thetas[0], head_dim)
+        if fields.values.get("rope_scaling") is not None:
+            wide = _rope_section(fields.section("rope_scaling"), thetas[0], head_dim)
+        return wide, RopeConfig(thetas[1], head_dim)
+    sections = fields.section("rope_parameters")
+    wide, local = (
+        _rope_section(sections.section(kind), theta, head_dim)
+        for kind, theta in zip(("full_attention", "sliding_attention"), thetas)
+    )
+    return wide, local
 
 
 def _architecture(fields: JSONFields) -> str:
@@ -141,7 +213,10 @@ def _rope_config(fields: JSONFields, head_dim: int) -> RopeConfig:
     key = "rope_parameters" if fields.values.get("rope_parameters") is not None else "rope_scaling"
     if fields.values.get(key) is None:
         return RopeConfig(theta, head_dim)
-    section = fields.section(key)
+    return _rope_section(fields.section(key), theta, head_dim)
+
+
+def _rope_section(section: JSONFields, theta: float, head_dim: int) -> RopeConfig:
     theta = section.number("rope_theta", theta)
     if section.values.get("partial_rotary_factor") not in (None, 1.0):
         section.fail("partial_rotary_factor", "is not 1, which is not supported")

@@ -85,6 +85,8 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         layer |= {"q_bias": (query,), "k_bias": (kv,), "v_bias": (kv,)}
     if config.qk_norm:
         layer |= {"q_norm": (head,), "k_norm": (head,)}
+    if config.post_norms:
+        layer |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
     yield "embed", (config.vocab_size, hidden)
     yield "norm", (hidden,)
     if not config.tie_word_embeddings:

@@ -11,11 +11,14 @@ import mmap
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from poise.errors import ModelFileError
-from poise.models.config import TokenizerData
+from poise.models.config import ModelConfig, TokenizerData
 from poise.weights.cache import file_digest
 from poise.weights.checkpoint import RawTensor
-from poise.weights.hugging_face_config import JSONFields, model_config
+from poise.weights.dequantize import dequantize
+from poise.weights.hugging_face_config import MAX_LAYERS, JSONFields, model_config
 from poise.weights.hugging_face_tokenizer import read_tokenizer
 from poise.weights.json_file import read_json
 from poise.weights.mapped_checkpoint import MappedCheckpoint, check_config, check_tensors
@@ -51,6 +54,11 @@ _LAYER_NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
 
 
 class SafetensorsCheckpoint(MappedCheckpoint):
@@ -70,13 +78,21 @@ class SafetensorsCheckpoint(MappedCheckpoint):
         config_path = path / "config.json"
         fields = JSONFields(config_path, read_json(config_path))
         bias = "model.layers.0.self_attn.q_proj.bias" in by_name
-        config = model_config(fields, qkv_bias=bias)
+        embedding = by_name.get(_TOP_NAMES["embed"])
+        config = model_config(
+            fields, qkv_bias=bias, embedding_type=embedding.type if embedding else "F32"
+        )
         check_config(path, config)
         if config.tie_word_embeddings:
             by_name.pop(_TOP_NAMES["lm_head"], None)  # a copy that transformers overwrites too
-        rename = _file_names(config.num_layers)
+        rename = _file_names(config)
         tensors = _canonical_tensors(by_name, rename)
         check_tensors(path, config, tensors, rename)
+        if config.architecture == "gemma3":
+            tensors = {
+                name: _plus_one(tensor) if name.endswith("norm") else tensor
+                for name, tensor in tensors.items()
+            }
         super().__init__(path, "safetensors", config, tensors, maps)
 
     @cached_property
@@ -119,13 +135,18 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in shards]
 
 
-def _file_names(num_layers: int) -> dict[str, str]:
-    """Canonical name to transformers' name. Bounded: a folder with fewer layers fails at its first
-    gap.
-    """
+def _plus_one(tensor: RawTensor) -> RawTensor:
+    """Gemma 3 keeps the weights of its norms less one; the sum is float32, as in transformers."""
+    values = np.float32(1) + dequantize(tensor).reshape(1, -1)
+    return RawTensor(tensor.name, "F32", tensor.shape, values.view(np.uint8))
+
+
+def _file_names(config: ModelConfig) -> dict[str, str]:
+    """Canonical name to transformers' name."""
     names = dict(_TOP_NAMES)
-    for index in range(min(num_layers, 1 << 12)):
-        for canonical, name in _LAYER_NAMES.items():
+    layer_names = _GEMMA3_LAYER_NAMES if config.architecture == "gemma3" else _LAYER_NAMES
+    for index in range(min(config.num_layers, MAX_LAYERS)):
+        for canonical, name in layer_names.items():
             names[f"layers.{index}.{canonical}"] = f"model.layers.{index}.{name}"
     return names
 

@@ -40,6 +40,20 @@ def tiny_gguf(folder: Path, architecture: str) -> Path:
     elif architecture == "qwen2":
         model = TinyModel("qwen2", hidden_size=256, intermediate_size=256, num_kv_heads=1, seed=2)
         types = {"q": "Q4_K", "k": "Q5_K", "v": "Q6_K", "up": "Q4_K", "down": "Q5_K"}
+    elif architecture == "gemma3":
+        model = TinyModel(
+            "gemma3",
+            intermediate_size=256,
+            num_layers=4,
+            num_kv_heads=1,
+            head_dim=64,
+            tie_word_embeddings=True,
+            window_period=3,
+            seed=4,
+        )
+        types = {"embed": "Q8_0", "o": "Q6_K", "v": "Q8_0", "down": "Q4_K"}
+        path = folder / "gemma3.gguf"
+        return path if path.exists() else write_gguf(path, model, "Q5_0", types)
     else:
         model = TinyModel("qwen3", head_dim=32, num_heads=2, num_kv_heads=2, seed=3)
         types = {"q": "BF16", "k": "BF16", "v": "Q8_0", "gate": "F16", "embed": "BF16"}
@@ -78,12 +92,14 @@ def poison(loaded: LoadedExecutor) -> None:
         pages.fill(block, 0xFF)
 
 
-def step_of(parts: list[Part]) -> Step:
-    """A step that wants the logits of every row."""
+def step_of(parts: list[Part], num_groups: int = 1, blocks_per_group: int = 0) -> Step:
+    """A step that wants the logits of every row; each KV group has its own stretch of the pool."""
     width = max(len(part.blocks) for part in parts)
     rows = [len(part.token_ids) for part in parts]
     positions = [np.arange(part.first, part.first + len(part.token_ids)) for part in parts]
-    tables = [np.pad(part.blocks, (0, width - len(part.blocks))) for part in parts]
+    padded = [np.pad(part.blocks, (0, width - len(part.blocks))) for part in parts]
+    starts = np.arange(num_groups) * blocks_per_group
+    tables = [np.add.outer(starts, blocks).reshape(-1) for blocks in padded]
     return Step(
         token_ids=np.concatenate([part.token_ids for part in parts]).astype(np.int32),
         positions=np.concatenate(positions).astype(np.int32),
@@ -95,7 +111,8 @@ def step_of(parts: list[Part]) -> Step:
 
 def native_logits(loaded: LoadedExecutor, parts: list[Part]) -> np.ndarray:
     """Float32 [rows, vocabulary]."""
-    step = step_of(parts)
+    groups = len(loaded.kv_groups)
+    step = step_of(parts, groups, loaded.num_blocks // groups)
     logits = np.empty((len(step.token_ids), loaded.vocab_size), np.float32)
     backend_of(loaded).run(step, logits=logits)
     return logits

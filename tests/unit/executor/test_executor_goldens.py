@@ -8,7 +8,7 @@ from native_models import DATA, Part, Reference, load, native_logits
 
 from poise.kernels.cpu import available_isas
 
-NAMES = ["tiny_llama", "tiny_qwen2", "tiny_qwen3"]
+NAMES = ["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_gemma3"]
 ROUNDING = (
     1.5e-2  # of the largest logit: q, K, V and probabilities in bf16 (measured: up to 0.83 %)
 )

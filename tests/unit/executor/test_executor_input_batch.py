@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scheduler_outputs import new, output, rows
@@ -12,7 +14,18 @@ from poise.sampling.rows import ROW_TYPE
 
 @pytest.fixture
 def batch():
-    return InputBatch(vocab_size=100, max_rows=64, max_num_seqs=4, max_model_len=80, block_size=16)
+    return input_batch(num_groups=1)
+
+
+def input_batch(num_groups):
+    return InputBatch(
+        vocab_size=100,
+        max_rows=64,
+        max_num_seqs=4,
+        max_model_len=80,
+        block_size=16,
+        num_groups=num_groups,
+    )
 
 
 def records_of(built):
@@ -122,3 +135,18 @@ def test_nothing_scheduled(batch):
     built = batch.build(output([], removed=[3]))
     assert len(built.step.token_ids) == 0
     assert built.logit_rows == []
+
+
+def test_tables_of_two_groups_lie_side_by_side():
+    """Each group grows on its own; what a group has lost behind its window is -1 or stale."""
+    batch = input_batch(num_groups=2)
+    first = replace(new(1, range(40), []), block_tables=((3, 6), (-1, 9)))
+    built = batch.build(output([rows(1, 16, 16)], [first]))
+    assert built.step.block_tables.tolist() == [[3, 6, -1, 9]]
+    grown = replace(rows(1, 32, 8), new_block_ids=((1,), (2,)))
+    other = replace(new(2, [5], []), block_tables=((4,), (8,)))
+    built = batch.build(output([grown, rows(2, 0, 1)], [other]))
+    tables = built.step.block_tables
+    assert tables[0].tolist() == [3, 6, 1, -1, 9, 2]
+    assert tables[1, [0, 3]].tolist() == [4, 8]
+    assert tables.flags.c_contiguous

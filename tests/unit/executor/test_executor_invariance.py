@@ -19,7 +19,7 @@ from poise.kernels.cpu import available_isas
 
 ISAS = available_isas()
 LENGTH = 150
-every_architecture = pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+every_architecture = pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 every_isa = pytest.mark.parametrize("isa", ISAS)
 
 
@@ -56,7 +56,8 @@ def test_chunks_blocks_threads_and_variants(architecture, folder, monkeypatch):
     for isa in ISAS:
         for threads, block_size in ((1, 16), (2, 32), (3, 64)):
             loaded = load(path, monkeypatch, isa, threads, block_size)
-            blocks = np.random.default_rng(2).permutation(loaded.num_blocks)
+            per_group = loaded.num_blocks // len(loaded.kv_groups)
+            blocks = np.random.default_rng(2).permutation(per_group)
             blocks = blocks[: -(-LENGTH // block_size)]
             for chunk in (LENGTH, 1, 15, 16, 17, 63, 64, 65):
                 poison(loaded)

@@ -110,13 +110,25 @@ class AttentionCase:
     step: Step
     q: np.ndarray
     expected: np.ndarray
+    window: int | None = None
 
 
 @cache
 def attention_case(
-    head_dim, group, block_size, parts, num_kv_heads=1, seed=0, key_scale=1.0, value_scale=1.0
+    head_dim,
+    group,
+    block_size,
+    parts,
+    num_kv_heads=1,
+    seed=0,
+    key_scale=1.0,
+    value_scale=1.0,
+    window=None,
 ) -> AttentionCase:
-    """Random q, K and V of sequences `parts` (first position, rows) over shuffled blocks."""
+    """Random q, K and V of sequences `parts` (first position, rows) over shuffled blocks.
+
+    With a window the pages behind it are gone: their table entries are -1, their content is poison.
+    """
     random = np.random.default_rng(seed)
     blocks_of = [-(-(first + rows) // block_size) for first, rows in parts]
     kv = KVShape(2, num_kv_heads, head_dim, block_size, sum(blocks_of) + 3)
@@ -136,6 +148,10 @@ def attention_case(
         pages[1, :, table[tokens // block_size], tokens % block_size] = bf16_bits(content).swapaxes(
             0, 1
         )
+        if window is not None:
+            gone = table[: max(0, first - window + 1) // block_size]
+            pages[:, :, gone] = POISON << 8 | POISON
+            gone[:] = -1
     step = sequences_step(parts, tables)
     q = random.normal(0, 1, (len(step.positions), group * num_kv_heads * head_dim))
     q *= head_dim**-0.5 * np.exp(random.normal(0, 1.5, (len(q), 1)))
@@ -143,7 +159,8 @@ def attention_case(
     reference = ReferenceBackend(kv)
     reference.pages[...] = pages
     reference.begin(step)
-    return AttentionCase(kv, group * num_kv_heads, pages, step, q, reference.attention(q, 1))
+    expected = reference.attention(q, 1, window)
+    return AttentionCase(kv, group * num_kv_heads, pages, step, q, expected, window)
 
 
 def attend(case: AttentionCase, isa, threads, step=None, rows=slice(None)):
@@ -153,7 +170,7 @@ def attend(case: AttentionCase, isa, threads, step=None, rows=slice(None)):
     encode_pages(case.pages, native.pages, case.kv)
     q = native.plan.buffer(case.q.shape[1] // 2)
     native._heads[q] = (case.num_heads, case.kv.head_dim)
-    out = native.attention(q, 1)
+    out = native.attention(q, 1, case.window)
     count = len(step.positions)
     native.plan.buffer_view(q, count).view(np.uint16)[...] = bf16_bits(case.q[rows])
     native.run(step)
@@ -231,6 +248,42 @@ def test_mixed_lengths_in_any_order(isa):
         for threads in THREADS:
             note = f"order {list(order)}, {threads} threads"
             assert_same_bits(attend(case, isa, threads, step, rows), case.expected[rows], note)
+
+
+@every_isa
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 63, 64, 65, 256, 257, 300])
+def test_windows_around_tiles_blocks_and_splits(window, block_size, isa):
+    """Single rows and chunks whose first visible key lies at, before and behind each kind of edge."""
+    ends = [window + edge + d for edge in (16, 64, 256) for d in (-2, -1, 0)]
+    parts = ((0, 1), (window - 1, 2), *((end, 1) for end in ends), (500, 130))
+    case = attention_case(16, 3, block_size, parts, seed=6, window=window)
+    assert np.isfinite(case.expected).all()
+    for threads in THREADS:
+        assert_same_bits(attend(case, isa, threads), case.expected, f"{threads} threads")
+        for sequence in (3, len(parts) - 1):
+            rows = slice(*case.step.query_start[sequence : sequence + 2])
+            alone = sequences_step([parts[sequence]], [case.step.block_tables[sequence]])
+            note = f"{threads} threads, sequence {sequence} alone"
+            assert_same_bits(attend(case, isa, threads, alone, rows), case.expected[rows], note)
+
+
+@every_isa
+@pytest.mark.parametrize("window", [40, 64, 130])
+def test_windows_in_chunks(window, isa):
+    """The rows of a prompt three windows long, in chunks: only what is needed is looked at."""
+    length = 3 * window
+    case = attention_case(64, 4, 16, ((0, length),), seed=7, window=window)
+    assert_same_bits(attend(case, isa, 2), case.expected, "whole")
+    table = case.step.block_tables[0]
+    for chunk in (17, 64, 100):
+        for first in range(0, length, chunk):
+            rows = slice(first, min(first + chunk, length))
+            held = table.copy()
+            held[: max(0, first - window + 1) // 16] = -1
+            step = sequences_step([(first, rows.stop - first)], [held])
+            note = f"chunk of {chunk} from {first}"
+            assert_same_bits(attend(case, isa, 3, step, rows), case.expected[rows], note)
 
 
 @every_isa

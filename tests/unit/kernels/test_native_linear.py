@@ -186,24 +186,62 @@ def gated_case(type_name):
     x = hostile_rows(MAX_ROWS, columns, seed=9)
     reference = ReferenceBackend(NO_KV)
     handles = [reference.matrix(weight) for weight in (gate, up, down)]
-    return (gate, up, down), norm, x, reference.gated_mlp(x, norm, EPS, *handles)
+    plain = reference.gated_mlp(x, norm, EPS, *handles)
+    gemma3 = reference.gated_mlp(x, norm, EPS, *handles, "gelu_tanh", norm[::-1])
+    return (gate, up, down), norm, x, plain, gemma3
 
 
 @every_row_count
 @every_isa
 @every_type
 def test_gated_mlp(type_name, isa, row_counts):
-    matrices, norm, x, expected = gated_case(type_name)
+    matrices, norm, x, plain, gemma3 = gated_case(type_name)
+    for threads in THREADS:
+        post_norm = ("gelu_tanh", vector(norm[::-1].copy()))
+        for expected, settings in ((plain, ()), (gemma3, post_norm)):
+            native = backend(isa, threads)
+            source = native.plan.buffer(x.shape[1])
+            handles = [native.matrix(weight) for weight in matrices]
+            settings = [native.vector(s) if isinstance(s, RawTensor) else s for s in settings]
+            native.gated_mlp(source, native.vector(vector(norm)), EPS, *handles, *settings)
+            for rows in row_counts:
+                native.plan.buffer_view(source, rows)[...] = x[:rows]
+                native.run(rows_step(rows))
+                note = f"{threads} threads, {rows} rows, {settings}"
+                assert_same_bits(native.plan.buffer_view(source, rows), expected[:rows], note)
+
+
+@every_isa
+def test_a_norm_behind_a_projection(isa):
+    weight = weights("Q5_0", 80, 64, seed=17)
+    norm = np.random.default_rng(18).normal(1, 0.5, 80).astype(np.float32)
+    a, x = hostile_rows(MAX_ROWS, 64, seed=19), hostile_rows(MAX_ROWS, 80, seed=20)
+    reference = ReferenceBackend(NO_KV)
+    expected = reference.linear_residual(a, reference.matrix(weight), x, norm, EPS)
     for threads in THREADS:
         native = backend(isa, threads)
-        source = native.plan.buffer(x.shape[1])
-        handles = [native.matrix(weight) for weight in matrices]
-        native.gated_mlp(source, native.vector(vector(norm)), EPS, *handles)
-        for rows in row_counts:
-            native.plan.buffer_view(source, rows)[...] = x[:rows]
+        source, residual = native.plan.buffer(64), native.plan.buffer(80)
+        handle = native.vector(vector(norm))
+        native.linear_residual(source, native.matrix(weight), residual, handle, EPS)
+        for rows in ROW_COUNTS:
+            native.plan.buffer_view(source, rows)[...] = a[:rows]
+            native.plan.buffer_view(residual, rows)[...] = x[:rows]
             native.run(rows_step(rows))
             note = f"{threads} threads, {rows} rows"
-            assert_same_bits(native.plan.buffer_view(source, rows), expected[:rows], note)
+            assert_same_bits(native.plan.buffer_view(residual, rows), expected[:rows], note)
+
+
+@every_isa
+def test_scaled_embeddings(isa):
+    table = weights("F32", 50, 32, seed=21)
+    ids = np.random.default_rng(22).integers(0, 50, MAX_ROWS).astype(np.int32)
+    reference = ReferenceBackend(NO_KV)
+    reference.begin(rows_step(MAX_ROWS, ids))
+    expected = reference.embed(reference.matrix(table), 25.298221)
+    native = backend(isa, 2)
+    out = native.embed(native.matrix(table), 25.298221)
+    native.run(rows_step(MAX_ROWS, ids))
+    assert_same_bits(native.plan.buffer_view(out, MAX_ROWS), expected)
 
 
 @every_isa

@@ -159,6 +159,17 @@ def test_silu():
     assert np.allclose(math.silu(x), wide / (1 + np.exp(-wide)), rtol=1e-6, atol=1e-34)
 
 
+def test_gelu():
+    x = np.concatenate([np.linspace(-12, 12, 10001), [0.0, -0.0, 1e-30, 100, 1e4, -100, -1e4]])
+    x = x.astype(np.float32)
+    wide = x.astype(np.float64)
+    y = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    expected = 0.5 * wide * (1 + np.tanh(y))
+    assert np.allclose(math.gelu(x), expected, rtol=3e-6, atol=1e-8)
+    assert np.isnan(math.gelu(np.float32([np.nan]))).all()
+    assert math.gelu(np.float32([np.inf, 3e38])).tolist() == [np.inf, np.float32(3e38)]
+
+
 def test_sin_cos_are_rounded_from_double():
     angle = np.concatenate([np.linspace(0, 10, 50_001), np.geomspace(1e-30, 131072, 50_001)])
     angle = angle.astype(np.float32)

@@ -144,16 +144,21 @@ def slow_dot(pairs, acc):
     return acc
 
 
-def slow_attention(q, keys, values, position):
+def slow_attention(q, keys, values, position, window=None):
     """One head of one row: docs/NUMERICS.md, read aloud."""
+    first = 0 if window is None else max(0, position - window + 1)
     total = None
     for split in range(0, position + 1, 256):
         state = None
         for block in range(split, min(split + 256, position + 1), 64):
-            tokens = range(block, min(block + 64, position + 1))
+            tokens = range(max(block, first), min(block + 64, position + 1))
+            if not tokens:
+                continue
             scores = [slow_dot(list(zip(q, keys[t])), 0.0) for t in tokens]
             peak = max(scores) if state is None else max(state[0], *scores)
-            e = [slow_exp(rational.add(s, -peak)) for s in scores] + [0.0] * (64 - len(tokens))
+            e = [0.0] * 64
+            for t, score in zip(tokens, scores):
+                e[t - block] = slow_exp(rational.add(score, -peak))
             weight = float(math.row_sum(np.float32([e]))[0])
             bf16 = math.round_bf16(np.float32(e))
             acc = [0.0] * len(q)
@@ -161,11 +166,10 @@ def slow_attention(q, keys, values, position):
                 decay = slow_exp(rational.add(state[0], -peak))
                 weight = rational.fma(state[1], decay, weight)
                 acc = [rational.multiply(x, decay) for x in state[2]]
-            acc = [
-                slow_dot([(bf16[t - block], values[t][i]) for t in tokens], x)
-                for i, x in enumerate(acc)
-            ]
+            acc = [slow_dot(pairs_of(bf16, values, block, tokens, i), x) for i, x in enumerate(acc)]
             state = peak, weight, acc
+        if state is None:
+            continue
         if total is None:
             total = state
             continue
@@ -180,36 +184,53 @@ def slow_attention(q, keys, values, position):
     return [float(math.divide(np.float32(x), np.float32(total[1]))) for x in total[2]]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 257, 600])
-def test_attention_equals_its_slow_twin(tokens):
+def pairs_of(weights, values, block, tokens, column):
+    """Weights and values of a block's tokens, from an even one on."""
+    start = block + (tokens.start - block) // 2 * 2
+    return [
+        (weights[t - block], values[t][column] if t in tokens else 0.0)
+        for t in range(start, tokens.stop)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window"),
+    [
+        *((tokens, None) for tokens in (1, 2, 64, 65, 257, 600)),
+        *((3, 1), (3, 2), (70, 5), (130, 64), (130, 67), (600, 260), (600, 300)),
+    ],
+)
+def test_attention_equals_its_slow_twin(tokens, window):
     q, k, v, positions = attention_inputs(tokens, min(tokens, 3 if tokens < 100 else 1))
-    actual = reference_exact.attend(q, k, v, positions)
+    actual = reference_exact.attend(q, k, v, positions, window)
     expected = [
-        [slow_attention(head, k[:, 0], v[:, 0], int(position)) for head in row]
+        [slow_attention(head, k[:, 0], v[:, 0], int(position), window) for head in row]
         for row, position in zip(q, positions)
     ]
     assert rational.same(actual, expected)
 
 
-def softmax_attention(q, k, v, positions):
+def softmax_attention(q, k, v, positions, window):
     result = np.empty(q.shape)
     for row, position in enumerate(positions):
         for head in range(q.shape[1]):
             shared = head // (q.shape[1] // k.shape[1])
-            keys, values = k[: position + 1, shared], v[: position + 1, shared]
+            first = 0 if window is None else max(0, position - window + 1)
+            keys, values = k[first : position + 1, shared], v[first : position + 1, shared]
             scores = keys.astype(np.float64) @ q[row, head].astype(np.float64)
             weights = np.exp(scores - scores.max())
             result[row, head] = weights @ values / weights.sum()
     return result
 
 
+@pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize("tokens", [1, 70, 300])
-def test_attention_is_softmax(tokens):
+def test_attention_is_softmax(tokens, window):
     q, k, v, positions = attention_inputs(tokens, min(tokens, 40), 6, 3, 16, 1.0)
-    expected = softmax_attention(q, k, v, positions)
+    expected = softmax_attention(q, k, v, positions, window)
     limit = np.abs(v).max() * 2.0**-8  # bf16 weights
-    assert np.abs(reference_exact.attend(q, k, v, positions) - expected).max() <= limit
-    assert np.allclose(reference_float.attend(q, k, v, positions), expected, atol=1e-5)
+    assert np.abs(reference_exact.attend(q, k, v, positions, window) - expected).max() <= limit
+    assert np.allclose(reference_float.attend(q, k, v, positions, window), expected, atol=1e-5)
 
 
 def test_attention_never_reads_what_is_masked():

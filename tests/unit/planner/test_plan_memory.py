@@ -130,7 +130,7 @@ def test_no_sequence_ever_holds_more_than_planned(
 ) -> None:
     """Walks one request through the engine's own page manager, chunk by chunk."""
     pages = Pages(layers, block_size, chunk)
-    manager = KVCacheManager(cost.kv_groups(layers.windows), 10_000, block_size, None)
+    manager = KVCacheManager(cost.kv_groups(layers.windows).specs, 10_000, block_size, None)
     sampling = EngineSampling(SamplingParams(), 0, 0, frozenset())
     request = Request.create(0, [0] * num_tokens, sampling, 1, 0.0)
     most = 0
@@ -162,6 +162,11 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(
 @given(shapes)
 def test_groups_are_of_one_size_and_hold_every_layer_once(layers: KVLayers) -> None:
     groups = cost.kv_groups(layers.windows)
-    assert len({group.num_layers for group in groups}) == 1
-    found = [g.sliding_window for g in groups for _ in range(g.num_layers)]
+    assert len(groups.specs) <= cost.MAX_KV_GROUPS
+    assert max(group.num_layers for group in groups.specs) == groups.layers_per_page
+    found = [g.sliding_window for g in groups.specs for _ in range(g.num_layers)]
     assert sorted(found, key=str) == sorted(layers.windows, key=str)
+    assert len(set(groups.places)) == len(layers.windows)
+    for window, (group, place) in zip(layers.windows, groups.places, strict=True):
+        assert groups.specs[group].sliding_window == window
+        assert place < groups.specs[group].num_layers

@@ -114,7 +114,7 @@ class Plan:
     def buffer_view(
         self, index: int, rows: int
     ) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
-    def embed(self, table: object, out: int) -> None: ...
+    def embed(self, table: object, scale: float, out: int) -> None: ...
     def norm_linear(
         self,
         x: int,
@@ -135,11 +135,26 @@ class Plan:
         eps: float,
         q_scale: float,
         out: int,
+        table: int,
     ) -> None: ...
-    def attention(self, q: int, layer: int, num_heads: int, out: int) -> None: ...
-    def linear_residual(self, a: int, weight: object, x: int) -> None: ...
+    def attention(
+        self, q: int, layer: int, num_heads: int, out: int, table: int, window: int
+    ) -> None: ...
+    def linear_residual(
+        self, a: int, weight: object, x: int, post_norm: object | None, eps: float, product: int
+    ) -> None: ...
     def gated_mlp(
-        self, x: int, norm: object, eps: float, gate: object, up: object, down: object, hidden: int
+        self,
+        x: int,
+        norm: object,
+        eps: float,
+        gate: object,
+        up: object,
+        down: object,
+        hidden: int,
+        gelu: bool,
+        post_norm: object | None,
+        product: int,
     ) -> None: ...
     def logits(self, x: int, norm: object, eps: float, output: object) -> None: ...
     @property

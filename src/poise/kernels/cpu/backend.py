@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from poise.kernels.cpu import isa, native
 from poise.kernels.cpu.recorded import RecordedOperation
-from poise.kernels.ops import LOGIT_TILE, KVShape, RopeTable, Step
+from poise.kernels.ops import LOGIT_TILE, Activation, KVShape, RopeTable, Step
 from poise.weights.checkpoint import RawTensor
 from poise.weights.dequantize import dequantize
 
@@ -38,6 +38,7 @@ class CPUBackend:
             kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.num_blocks
         )
         self.plan = native.Plan(self.pool, self.variant, max_rows, LOGIT_TILE, self.pages)
+        self._kv = kv
         self.operations: list[RecordedOperation] = []  # in recording order
         self._bytes_per_key = self.pages.page_bytes // (kv.num_layers * kv.block_size)
         self._buffers: dict[tuple[str, int], int] = {}
@@ -71,9 +72,9 @@ class CPUBackend:
     def _vector(self, values: NDArray[np.float32]) -> object:
         return native.vector(self.arena, np.ascontiguousarray(values, dtype=np.float32))
 
-    def embed(self, table: object) -> int:
+    def embed(self, table: object, scale: float = 1.0) -> int:
         x = self._buffer("x", table.cols)  # type: ignore[attr-defined]
-        self.plan.embed(table, x)
+        self.plan.embed(table, scale, x)
         row_bytes = table.nbytes // table.rows  # type: ignore[attr-defined]
         self.operations.append(RecordedOperation("embed", weight_bytes=row_bytes))
         return x
@@ -102,42 +103,63 @@ class CPUBackend:
         q_norm: object | None = None,
         k_norm: object | None = None,
         eps: float = 0.0,
+        query_scale: float | None = None,
     ) -> int:
         if id(rope) not in self._frequencies:
             self._frequencies[id(rope)] = (rope, self._vector(rope.inverse_frequencies))
         frequencies = self._frequencies[id(rope)][1]
         out = self._buffer("q", num_heads * head_dim // 2)  # bf16, two to a float
         self._heads[out] = (num_heads, head_dim)
-        scale = float(np.float32(float(head_dim) ** -0.5))
-        self.plan.rope_kv_write(qkv, frequencies, layer, num_heads, q_norm, k_norm, eps, scale, out)
+        scale = float(np.float32(head_dim**-0.5 if query_scale is None else query_scale))
+        group, place = self._kv.place(layer)
+        self.plan.rope_kv_write(
+            qkv, frequencies, place, num_heads, q_norm, k_norm, eps, scale, out, group
+        )
         self._record("rope_kv_write")
         return out
 
-    def attention(self, q: int, layer: int) -> int:
+    def attention(self, q: int, layer: int, window: int | None = None) -> int:
         num_heads, head_dim = self._heads[q]
         out = self._buffer("attention", num_heads * head_dim)
-        self.plan.attention(q, layer, num_heads, out)
+        group, place = self._kv.place(layer)
+        self.plan.attention(q, place, num_heads, out, group, window or 0)
         self.operations.append(
             RecordedOperation(
                 "attention",
                 bytes_per_key=self._bytes_per_key,
                 flops_per_key=4 * num_heads * head_dim,
+                window=window,
             )
         )
         return out
 
-    def linear_residual(self, a: int, weight: object, x: int) -> int:
-        self.plan.linear_residual(a, weight, x)
+    def linear_residual(
+        self, a: int, weight: object, x: int, post_norm: object | None = None, eps: float = 0.0
+    ) -> int:
+        self.plan.linear_residual(a, weight, x, post_norm, eps, self._product(post_norm))
         self._record("linear_residual", weight)
         return x
 
     def gated_mlp(
-        self, x: int, norm: object, eps: float, gate: object, up: object, down: object
+        self,
+        x: int,
+        norm: object,
+        eps: float,
+        gate: object,
+        up: object,
+        down: object,
+        activation: Activation = "silu",
+        post_norm: object | None = None,
     ) -> int:
         hidden = self._buffer("hidden", gate.rows)  # type: ignore[attr-defined]
-        self.plan.gated_mlp(x, norm, eps, gate, up, down, hidden)
+        gelu, product = activation == "gelu_tanh", self._product(post_norm)
+        self.plan.gated_mlp(x, norm, eps, gate, up, down, hidden, gelu, post_norm, product)
         self._record("gated_mlp", gate, up, down)
         return x
+
+    def _product(self, post_norm: object | None) -> int:
+        """The buffer between a product and its norm, -1 where there is none."""
+        return -1 if post_norm is None else self._buffer("product", post_norm.size)  # type: ignore[attr-defined]
 
     def logits(self, x: int, norm: object, eps: float, output: object) -> None:
         self.plan.logits(x, norm, eps, output)

@@ -89,6 +89,12 @@ void values_of(int count, const Pair* const* p, const uint16_t* const v[4], int 
     }
 }
 
+// Bits of the 16 keys of tile t of a block, of which the first `hidden` keys lie before the window and `visible` end the row's view.
+inline uint32_t visible_bits(int hidden, int visible, int t) {
+    const auto low = [](int n) -> uint32_t { return n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0; };
+    return low(visible - t * 16) & ~low(hidden - t * 16);
+}
+
 // State of the units of an item: m and l [unit], acc [unit][head_dim].
 struct State {
     float *m, *l, *acc;
@@ -143,19 +149,21 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
         queries[u] = operands(params.q + ((size_t)row * params.num_heads + head) * d, d, (Pair*)(wide + (size_t)u * d));
     }
     const int tiles_per_page = kv.block_size / TILE;
-    const int last = item.position + item.num_rows - 1;
+    const int last = item.position + item.num_rows - 1, window = params.window;
+    const int first_key = first_visible(item.position, window);  // keys before it may have lost their pages
 
     for (int i = 0; i < item.num_splits; i++) {
         const int split_start = (item.first_split + i) * SPLIT;
         for (int start = split_start; start < split_start + SPLIT && start <= last; start += BLOCK) {
+            if (start + BLOCK <= first_key) continue;
             const uint16_t *keys[4], *vals[4];
             for (int t = 0; t < 4; t++) {
                 const int token = start + t * TILE;
-                if (token >= item.kv_length) {
+                if (token >= item.kv_length || token + TILE <= first_key) {
                     keys[t] = vals[t] = zero_tile;
                     continue;
                 }
-                const int tile = token / TILE, block = item.block_table[tile / tiles_per_page], inside = tile % tiles_per_page;
+                const int tile = token / TILE, block = item.block_table[params.first_column + tile / tiles_per_page], inside = tile % tiles_per_page;
                 keys[t] = kv.keys(block, params.layer, item.kv_head) + (size_t)inside * TILE * d;
                 vals[t] = kv.values(block, params.layer, item.kv_head) + (size_t)inside * TILE * d;
                 const int valid = item.kv_length - token;
@@ -168,10 +176,11 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
                     vals[t] = masked_tile;
                 }
             }
-            // Units whose row sees this block: rows are in position order, so these are the last ones.
+            // Units whose row sees this block: rows are in position order, so these are neighbours.
             const int first_row = start > item.position ? start - item.position : 0;
-            for (int u0 = first_row * group; u0 < units; u0 += MICRO) {
-                const int count = units - u0 < MICRO ? units - u0 : MICRO;
+            const int end = window ? (start + BLOCK + window - 1 - item.position) * group : units, end_unit = end < units ? end : units;
+            for (int u0 = first_row * group; u0 < end_unit; u0 += MICRO) {
+                const int count = end_unit - u0 < MICRO ? end_unit - u0 : MICRO;
                 const Pair *q[MICRO], *p[MICRO];
                 float* acc[MICRO];
                 float correction[16] = {}, maxima[MICRO];
@@ -180,16 +189,16 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
                     const int u = u0 + i2;
                     q[i2] = queries[u];
                     acc[i2] = split.acc + (size_t)u * d;
-                    first[i2] = start == split_start;
+                    first[i2] = start == split_start || start <= first_visible(item.position + u / group, window);
                 }
                 scores_of(count, q, keys, d / 2, s);
                 for (int i2 = 0; i2 < count; i2++) {
-                    const int u = u0 + i2, visible = item.position + u / group - start + 1;
+                    const int u = u0 + i2, position = item.position + u / group;
+                    const int visible = position - start + 1, hidden = first_visible(position, window) - start;
                     float* row = s + i2 * BLOCK;
-                    if (visible < BLOCK) {
+                    if (visible < BLOCK || hidden > 0) {
                         for (int t = 0; t < 4; t++) {
-                            const int n = visible - t * 16;
-                            const Mask m = mask_from_bits(n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0);
+                            const Mask m = mask_from_bits(visible_bits(hidden, visible, t));
                             store(row + t * 16, select(m, load(row + t * 16), set1(-__builtin_inff())));
                         }
                     }
@@ -200,15 +209,13 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
                 }
                 exp16(correction, correction, count);
                 for (int i2 = 0; i2 < count; i2++) {
-                    const int u = u0 + i2, visible = item.position + u / group - start + 1;
+                    const int u = u0 + i2, position = item.position + u / group;
+                    const int visible = position - start + 1, hidden = first_visible(position, window) - start;
                     const float* row = s + i2 * BLOCK;
                     F32 lane = zero();
                     for (int t = 0; t < 4; t++) {
                         F32 e = exp(load(row + t * 16) - set1(maxima[i2]));
-                        if (visible < BLOCK) {
-                            const int n = visible - t * 16;
-                            e = select(mask_from_bits(n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0), e, zero());
-                        }
+                        if (visible < BLOCK || hidden > 0) e = select(mask_from_bits(visible_bits(hidden, visible, t)), e, zero());
                         lane = lane + e;
                         store_low_u16(probabilities + i2 * BLOCK + t * 16, to_bf16(e));
                     }
@@ -230,8 +237,9 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
             continue;
         }
         for (int u = 0; u < units; u++) {
-            if (item.position + u / group < split_start) continue;  // this row sees nothing of the split
-            if (i == 0) {
+            const int position = item.position + u / group, first = first_visible(position, window);
+            if (position < split_start || first >= split_start + SPLIT) continue;  // this row sees nothing of the split
+            if (first >= split_start) {
                 total.m[u] = split.m[u];
                 total.l[u] = split.l[u];
                 memcpy(total.acc + (size_t)u * d, split.acc + (size_t)u * d, sizeof(float) * d);
@@ -258,11 +266,12 @@ void attend(const AttentionParams& params, const AttentionItem& item, float* scr
 void fold_partials(const AttentionParams& params, const AttentionItem* items, int num_items) {
     const int d = params.kv->head_dim, group = params.num_heads / params.kv->num_kv_heads, units = items[0].num_rows * group;
     for (int u = 0; u < units; u++) {
-        const int position = items[0].position + u / group;
+        const int position = items[0].position + u / group, first = first_visible(position, params.window);
         float *total = nullptr, M = 0, L = 0;
         for (int i = 0; i < num_items; i++) {
             for (int j = 0; j < items[i].num_splits; j++) {
-                if (position < (items[i].first_split + j) * SPLIT) continue;
+                const int split_start = (items[i].first_split + j) * SPLIT;
+                if (position < split_start || first >= split_start + SPLIT) continue;
                 float* part = items[i].partial + ((size_t)j * units + u) * (d + 2);
                 if (!total) {
                     total = part + 2;

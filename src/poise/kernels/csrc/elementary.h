@@ -1,4 +1,4 @@
-// exp, log, silu, bf16 rounding and the fixed-order row reductions of docs/NUMERICS.md, over the vectors of simd.h.
+// exp, log, silu, gelu, bf16 rounding and the fixed-order row reductions of docs/NUMERICS.md, over the vectors of simd.h.
 #pragma once
 #include "simd.h"
 
@@ -50,6 +50,12 @@ inline F32 log(F32 x) {
 inline F32 negate(F32 x) { return from_bits(bits(x) ^ set1_i(INT32_MIN)); }
 
 inline F32 silu(F32 x) { return x / (set1(1.0f) + exp(negate(x))); }
+
+// The tanh form: x/2 · (1 + tanh y) = x / (1 + exp(-2y)).
+inline F32 gelu(F32 x) {
+    const F32 z = (x * set1(1.5957691216057308f)) * fma(set1(0.044715f), x * x, set1(1.0f));
+    return x / (set1(1.0f) + exp(negate(z)));
+}
 
 // The upper half of each lane's bits, rounded to bf16: denormals to zero, NaN quiet, else nearest even. Result in bits 0…15.
 inline I32 to_bf16(F32 x) {

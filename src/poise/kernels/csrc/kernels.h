@@ -32,7 +32,7 @@ struct RopeParams {
 
 // Attention of `num_rows` consecutive rows of one sequence, from absolute `position`, for one KV head.
 struct AttentionItem {
-    const int32_t* block_table;
+    const int32_t* block_table;  // of the sequence, all groups
     int kv_length;      // tokens of the sequence whose KV is written
     int row, num_rows;  // rows of the step
     int position;       // absolute position of the first row
@@ -44,6 +44,8 @@ struct AttentionItem {
 struct AttentionParams {
     const KVLayout* kv;
     int layer, num_heads;
+    int first_column;   // of the group's table among a sequence's block tables
+    int window;         // a row at position p sees p - window + 1 … p; 0: all up to p
     const uint16_t* q;  // [row][num_heads][head_dim] bf16
     float* out;         // [row][num_heads · head_dim]
 };
@@ -60,6 +62,7 @@ struct KernelTable {
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
     void (*dequantize_row)(const Matrix& matrix, int row, float* out);
     void (*silu_mul)(const float* gate, const float* up, float* out);  // 16 elements
+    void (*gelu_mul)(const float* gate, const float* up, float* out);  // 16 elements
     void (*rope_angles)(int32_t position, const float* inverse_frequencies, int num_pairs, float* out);
     // One head of one row: norm, rope, rounding. kind 0 q (to out), 1 k, 2 v (to the page slot).
     void (*rope_head)(const RopeParams& rope, int kind, const float* x, int row, uint16_t* out, int slot_in_block);
@@ -84,6 +87,9 @@ namespace avx512 { const KernelTable& table(); }
 
 constexpr int MAX_TILE = 16;
 constexpr int MAX_UNITS = 48;
+
+// The first position that a row at `position` sees. (static: each variant keeps its own)
+static inline int first_visible(int position, int window) { return window && position >= window ? position - window + 1 : 0; }
 
 // Height of the tile that starts where `rows` rows are left: a full tile, or the smallest of 1, 2, 4, 8, 16 that holds them.
 inline int tile_height(int rows, int max_tile) {

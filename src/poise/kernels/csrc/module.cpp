@@ -130,6 +130,15 @@ void expect(bool ok, const char* what) {
     if (!ok) throw std::invalid_argument(std::string("shapes do not fit: ") + what);
 }
 
+// The weight of a norm between a product and the residual x; `product` is the buffer between them.
+const float* post_norm_of(PlanHandle& p, nb::object post_norm, int x, int product) {
+    if (post_norm.is_none()) return nullptr;
+    const Vector& n = nb::cast<Vector&>(post_norm);
+    expect(product >= 0 && p.plan.buffer_width(product) == p.plan.buffer_width(x) && n.size == p.plan.buffer_width(x), "post-norm");
+    p.owners.push_back(post_norm);
+    return n.data;
+}
+
 }  // namespace
 }  // namespace poise
 
@@ -174,12 +183,12 @@ NB_MODULE(_native, m) {
             const size_t shape[2] = {(size_t)rows, (size_t)p.plan.buffer_width(index)};
             return nb::ndarray<nb::numpy, float, nb::ndim<2>>(p.plan.buffer_data(index), 2, shape, self);
         }, "index"_a, "rows"_a)
-        .def("embed", [](PlanHandle& p, nb::object table, int out) {
+        .def("embed", [](PlanHandle& p, nb::object table, float scale, int out) {
             const Matrix& w = nb::cast<PackedMatrix&>(table).matrix;
             expect(p.plan.buffer_width(out) == w.cols, "embedding and hidden size");
             p.owners.push_back(table);
-            p.plan.embed(w, out);
-        }, "table"_a, "out"_a)
+            p.plan.embed(w, scale, out);
+        }, "table"_a, "scale"_a, "out"_a)
         .def("norm_linear", [](PlanHandle& p, int in, nb::object norm, float eps, std::vector<nb::object> weights, std::vector<nb::object> biases, int out) {
             std::vector<Matrix> matrices;
             std::vector<const float*> pointers;
@@ -202,39 +211,43 @@ NB_MODULE(_native, m) {
             p.owners.push_back(norm);
             p.plan.norm_linear(in, n.data, eps, std::move(matrices), std::move(pointers), out);
         }, "x"_a, "norm"_a, "eps"_a, "weights"_a, "biases"_a, "out"_a)
-        .def("rope_kv_write", [](PlanHandle& p, int qkv, nb::object frequencies, int layer, int num_heads, nb::object q_norm, nb::object k_norm, float eps, float q_scale, int out) {
+        .def("rope_kv_write", [](PlanHandle& p, int qkv, nb::object frequencies, int layer, int num_heads, nb::object q_norm, nb::object k_norm, float eps, float q_scale, int out, int table) {
             const KVLayout& kv = p.pages->layout;
             const Vector& f = nb::cast<Vector&>(frequencies);
             const Vector* qn = q_norm.is_none() ? nullptr : nb::cast<Vector*>(q_norm);
             const Vector* kn = k_norm.is_none() ? nullptr : nb::cast<Vector*>(k_norm);
             expect(p.plan.buffer_width(qkv) == (num_heads + 2 * kv.num_kv_heads) * kv.head_dim, "q, k, v and heads");
             expect(p.plan.buffer_width(out) * 2 == num_heads * kv.head_dim, "q and heads");
-            expect(2 * f.size <= kv.head_dim && layer >= 0 && layer < kv.num_layers, "rope and layer");
+            expect(2 * f.size <= kv.head_dim && layer >= 0 && layer < kv.num_layers && table >= 0, "rope and layer");
             expect((!qn || qn->size == kv.head_dim) && (!kn || kn->size == kv.head_dim), "q/k norm");
             for (const auto& owner : {frequencies, q_norm, k_norm}) p.owners.push_back(owner);
-            p.plan.rope_kv_write(qkv, f.data, f.size, layer, num_heads, pointer(qn), pointer(kn), eps, q_scale, out);
-        }, "qkv"_a, "inverse_frequencies"_a, "layer"_a, "num_heads"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a, "q_scale"_a, "out"_a)
-        .def("attention", [](PlanHandle& p, int q, int layer, int num_heads, int out) {
+            p.plan.rope_kv_write(qkv, f.data, f.size, layer, num_heads, pointer(qn), pointer(kn), eps, q_scale, out, table);
+        }, "qkv"_a, "inverse_frequencies"_a, "layer"_a, "num_heads"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a, "q_scale"_a, "out"_a, "table"_a)
+        .def("attention", [](PlanHandle& p, int q, int layer, int num_heads, int out, int table, int window) {
             const KVLayout& kv = p.pages->layout;
             expect(num_heads % kv.num_kv_heads == 0 && num_heads / kv.num_kv_heads <= MAX_UNITS, "heads and KV heads");
             expect(p.plan.buffer_width(q) * 2 == num_heads * kv.head_dim && p.plan.buffer_width(out) == num_heads * kv.head_dim, "q and output");
-            p.plan.attention(q, layer, num_heads, out);
-        }, "q"_a, "layer"_a, "num_heads"_a, "out"_a)
-        .def("linear_residual", [](PlanHandle& p, int in, nb::object weight, int x) {
+            expect(layer >= 0 && layer < kv.num_layers && table >= 0 && window >= 0, "layer, table and window");
+            p.plan.attention(q, layer, num_heads, out, table, window);
+        }, "q"_a, "layer"_a, "num_heads"_a, "out"_a, "table"_a, "window"_a)
+        .def("linear_residual", [](PlanHandle& p, int in, nb::object weight, int x, nb::object post_norm, float eps, int product) {
             const Matrix& w = nb::cast<PackedMatrix&>(weight).matrix;
             expect(w.cols == p.plan.buffer_width(in) && w.rows == p.plan.buffer_width(x), "matrix, input and residual");
+            const float* post = post_norm_of(p, post_norm, x, product);
             p.owners.push_back(weight);
-            p.plan.linear_residual(in, w, x);
-        }, "a"_a, "weight"_a, "x"_a)
-        .def("gated_mlp", [](PlanHandle& p, int x, nb::object norm, float eps, nb::object gate, nb::object up, nb::object down, int hidden) {
+            p.plan.linear_residual(in, w, x, post, eps, product);
+        }, "a"_a, "weight"_a, "x"_a, "post_norm"_a.none(), "eps"_a, "product"_a)
+        .def("gated_mlp", [](PlanHandle& p, int x, nb::object norm, float eps, nb::object gate, nb::object up, nb::object down, int hidden, bool gelu,
+                             nb::object post_norm, int product) {
             const Matrix &g = nb::cast<PackedMatrix&>(gate).matrix, &u = nb::cast<PackedMatrix&>(up).matrix, &d = nb::cast<PackedMatrix&>(down).matrix;
             const Vector& n = nb::cast<Vector&>(norm);
             const int width = p.plan.buffer_width(x);
             expect(g.rows == u.rows && g.cols == width && u.cols == width && d.rows == width && d.cols == g.rows && n.size == width, "gate, up and down");
             expect(p.plan.buffer_width(hidden) == g.rows, "hidden buffer");
             for (const auto& owner : {norm, gate, up, down}) p.owners.push_back(owner);
-            p.plan.gated_mlp(x, n.data, eps, g, u, d, hidden);
-        }, "x"_a, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a, "hidden"_a)
+            const float* post = post_norm_of(p, post_norm, x, product);
+            p.plan.gated_mlp(x, n.data, eps, g, u, d, hidden, gelu, post, product);
+        }, "x"_a, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a, "hidden"_a, "gelu"_a, "post_norm"_a.none(), "product"_a)
         .def("logits", [](PlanHandle& p, int x, nb::object norm, float eps, nb::object output) {
             const Matrix& w = nb::cast<PackedMatrix&>(output).matrix;
             const Vector& n = nb::cast<Vector&>(norm);

@@ -12,7 +12,7 @@ namespace {
 constexpr int SPLIT = 256;
 constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the panels keeps in cache
 
-constexpr int PHASES_PER_OPERATION = 4;
+constexpr int PHASES_PER_OPERATION = 5;
 constexpr int CHUNKS_PER_WORKER = 6;
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -41,8 +41,9 @@ void Plan::reserve(const Matrix& weight) {
     ready_ = false;
 }
 
-void Plan::embed(const Matrix& table, int out) {
+void Plan::embed(const Matrix& table, float scale, int out) {
     Operation op{Kind::EMBED};
+    op.scale = scale;
     op.out = out;
     op.weights = {table};
     operations_.push_back(op);
@@ -61,8 +62,10 @@ void Plan::norm_linear(int in, const float* norm, float eps, std::vector<Matrix>
 }
 
 void Plan::rope_kv_write(int qkv, const float* inverse_frequencies, int num_pairs, int layer, int num_heads, const float* q_norm, const float* k_norm,
-                         float eps, float q_scale, int out) {
+                         float eps, float q_scale, int out, int table) {
     Operation op{Kind::ROPE_KV_WRITE};
+    op.table = table;
+    windows_.resize(std::max(windows_.size(), (size_t)table + 1));
     op.in = qkv;
     op.out = out;
     op.layer = layer;
@@ -80,10 +83,20 @@ void Plan::rope_kv_write(int qkv, const float* inverse_frequencies, int num_pair
     operations_.push_back(op);
 }
 
-void Plan::attention(int q, int layer, int num_heads, int out) {
+void Plan::attention(int q, int layer, int num_heads, int out, int table, int window) {
     if (num_heads_ && num_heads_ != num_heads) throw std::invalid_argument("all layers of a plan share one number of heads");
     num_heads_ = num_heads;
     Operation op{Kind::ATTENTION};
+    op.table = table;
+    windows_.resize(std::max(windows_.size(), (size_t)table + 1));
+    for (const auto& other : operations_)
+        if (other.kind == Kind::ATTENTION && other.table == table && views_[other.view].window != window)
+            throw std::invalid_argument("all layers of a KV group share one window");
+    windows_[table] = window;
+    const auto same = [window](const View& view) { return view.window == window; };
+    const auto view = std::find_if(views_.begin(), views_.end(), same);
+    op.view = (int)(view - views_.begin());
+    if (view == views_.end()) views_.push_back({window, {}, {}});
     op.in = q;
     op.out = out;
     op.layer = layer;
@@ -92,19 +105,26 @@ void Plan::attention(int q, int layer, int num_heads, int out) {
     ready_ = false;
 }
 
-void Plan::linear_residual(int in, const Matrix& weight, int x) {
+void Plan::linear_residual(int in, const Matrix& weight, int x, const float* post_norm, float eps, int product) {
     Operation op{Kind::LINEAR_RESIDUAL};
     op.in = in;
     op.out = x;
+    op.post_norm = post_norm;
+    op.eps = eps;
+    op.product = product;
     reserve(weight);
     op.weights = {weight};
     operations_.push_back(op);
 }
 
-void Plan::gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden) {
+void Plan::gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden, bool gelu,
+                     const float* post_norm, int product) {
     Operation op{Kind::GATED_MLP};
     op.in = op.out = x;
     op.hidden = hidden;
+    op.gelu = gelu;
+    op.post_norm = post_norm;
+    op.product = product;
     op.norm = norm;
     op.eps = eps;
     for (const auto* w : {&gate, &up, &down}) reserve(*w);
@@ -124,8 +144,21 @@ void Plan::logits(int x, const float* norm, float eps, const Matrix& output) {
     operations_.push_back(op);
 }
 
+namespace {
+void fail(const std::string& what, int64_t value) { throw std::invalid_argument(what + " " + std::to_string(value) + " is out of range"); }
+}  // namespace
+
+// The pages that a sequence's rows write or see in one group; those behind a window may be gone.
+void Plan::check_blocks(const StepArrays& step, int sequence, int table) const {
+    const int begin = step.positions[step.query_start[sequence]], end = step.positions[step.query_start[sequence + 1] - 1];
+    const int columns = step.table_stride / (int)windows_.size();
+    if (end / kv_.block_size >= columns) fail("block table length", columns);
+    const int32_t* blocks = step.block_tables + (size_t)sequence * step.table_stride + table * columns;
+    for (int b = first_visible(begin, windows_[table]) / kv_.block_size; b <= end / kv_.block_size; b++)
+        if (blocks[b] < 0 || blocks[b] >= num_blocks_) fail("block id", blocks[b]);
+}
+
 void Plan::check(const StepArrays& step) const {
-    const auto fail = [](const std::string& what, int64_t value) { throw std::invalid_argument(what + " " + std::to_string(value) + " is out of range"); };
     if (step.num_rows < 1 || step.num_rows > max_rows_) fail("row count", step.num_rows);
     if (step.num_sequences < 1 || step.query_start[0] != 0 || step.query_start[step.num_sequences] != step.num_rows)
         fail("sequence count", step.num_sequences);
@@ -139,24 +172,17 @@ void Plan::check(const StepArrays& step) const {
         const int begin = step.query_start[s], end = step.query_start[s + 1];
         for (int r = begin; r < end; r++)
             if (step.positions[r] < 0 || step.positions[r] != step.positions[begin] + r - begin) fail("position", step.positions[r]);
-        if (!num_heads_) continue;
-        const int blocks = step.positions[end - 1] / kv_.block_size + 1;
-        if (blocks > step.table_stride) fail("block table length", step.table_stride);
-        for (int b = 0; b < blocks; b++) {
-            const int block = step.block_tables[(size_t)s * step.table_stride + b];
-            if (block < 0 || block >= num_blocks_) fail("block id", block);
-        }
+        for (int table = 0; table < (int)windows_.size(); table++) check_blocks(step, s, table);
     }
     for (int i = 0; i < step.num_logit_rows; i++)
         if (step.logit_rows[i] < 0 || step.logit_rows[i] >= step.num_rows) fail("logit row", step.logit_rows[i]);
 }
 
 // Cuts the step's attention into items: tiles of rows × KV heads; where these are too few for the workers, splits go to
-// separate items and are folded afterwards.
-void Plan::plan_attention(const StepArrays& step) {
-    items_.clear();
-    folds_.clear();
-    if (!num_heads_) return;
+// separate items and are folded afterwards. Returns the floats that these leave behind.
+size_t Plan::plan_view(const StepArrays& step, View& view) const {
+    view.items.clear();
+    view.folds.clear();
     const int group = num_heads_ / kv_.num_kv_heads, rows_per_tile = std::max(1, MAX_UNITS / group);
     int tiles = 0;
     for (int s = 0; s < step.num_sequences; s++)
@@ -167,28 +193,38 @@ void Plan::plan_attention(const StepArrays& step) {
         const int begin = step.query_start[s], end = step.query_start[s + 1];
         for (int row = begin; row < end; row += rows_per_tile) {
             const int rows = std::min(rows_per_tile, end - row), position = step.positions[row];
-            const int splits = (position + rows - 1) / SPLIT + 1, per_item = (splits + pieces - 1) / pieces;
+            const int first_split = first_visible(position, view.window) / SPLIT, end_split = (position + rows - 1) / SPLIT + 1;
+            const int splits = end_split - first_split, per_item = (splits + pieces - 1) / pieces;
             for (int head = 0; head < kv_.num_kv_heads; head++) {
-                const int first = (int)items_.size();
-                for (int split = 0; split < splits; split += per_item) {
-                    const int count = std::min(per_item, splits - split);
-                    items_.push_back({step.block_tables + (size_t)s * step.table_stride, step.positions[end - 1] + 1, row, rows, position, head, split, count, nullptr});
+                const int first = (int)view.items.size();
+                for (int split = first_split; split < end_split; split += per_item) {
+                    const int count = std::min(per_item, end_split - split);
+                    view.items.push_back({step.block_tables + (size_t)s * step.table_stride, step.positions[end - 1] + 1, row, rows, position, head, split, count, nullptr});
                 }
-                const int count = (int)items_.size() - first;
+                const int count = (int)view.items.size() - first;
                 if (count > 1) {
-                    folds_.push_back({first, count});
+                    view.folds.push_back({first, count});
                     partial_floats += (size_t)splits * rows * group * (kv_.head_dim + 2);
                 }
             }
         }
     }
+    return partial_floats;
+}
+
+void Plan::plan_attention(const StepArrays& step) {
+    size_t partial_floats = 0;
+    for (auto& view : views_) partial_floats = std::max(partial_floats, plan_view(step, view));
     if (partials_.size() < partial_floats) partials_.resize(partial_floats);
-    float* next = partials_.data();
-    for (const auto& [first, count] : folds_)
-        for (int i = first; i < first + count; i++) {
-            items_[i].partial = next;
-            next += (size_t)items_[i].num_splits * items_[i].num_rows * group * (kv_.head_dim + 2);
-        }
+    const int group = num_heads_ / kv_.num_kv_heads;
+    for (auto& view : views_) {  // one layer's partials are folded before the next layer writes its own
+        float* next = partials_.data();
+        for (const auto& [first, count] : view.folds)
+            for (int i = first; i < first + count; i++) {
+                view.items[i].partial = next;
+                next += (size_t)view.items[i].num_splits * view.items[i].num_rows * group * (kv_.head_dim + 2);
+            }
+    }
 }
 
 void Plan::run(const StepArrays& step) {
@@ -330,7 +366,9 @@ void Plan::multiply(const std::vector<Matrix>& weights, const std::vector<const 
     });
 }
 
-void Plan::gate_up(const Matrix& gate, const Matrix& up, Range panels, int num_rows, float* out) {
+void Plan::gate_up(const Operation& op, Range panels, int num_rows, float* out) {
+    const Matrix &gate = op.weights[0], &up = op.weights[1];
+    const auto activate = op.gelu ? kernels_->gelu_mul : kernels_->silu_mul;
     const int full = kernels_->max_tile;
     const Form gate_form = FORMATS[gate.format].form, up_form = FORMATS[up.format].form;
     const size_t gate_row = prepared_row_bytes(gate_form, gate.cols), up_row = prepared_row_bytes(up_form, up.cols);
@@ -345,12 +383,28 @@ void Plan::gate_up(const Matrix& gate, const Matrix& up, Range panels, int num_r
                 kernels_->gemm(gate, p, prepared_[gate_form] + begin * gate_row, height, g);
                 kernels_->gemm(up, p, prepared_[up_form] + begin * up_row, height, u);
                 for (int m = 0; m < used; m++) {
-                    kernels_->silu_mul(g + m * 16, u + m * 16, h);
+                    activate(g + m * 16, u + m * 16, h);
                     std::memcpy(out + (size_t)(begin + m) * gate.rows + p * 16, h, sizeof(float) * n);
                 }
             }
         }
     }
+}
+
+// x + product, or x + norm(product).
+void Plan::add_to_residual(const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk) {
+    const Buffer& x = buffers_[op.out];
+    if (!op.post_norm) return multiply(weights, {}, num_rows, Store::ADD, x.data, x.width, walk);
+    const Buffer& product = buffers_[op.product];
+    multiply(weights, {}, num_rows, Store::WRITE, product.data, product.width, walk);
+    phase(walk, num_rows, chunk_of(num_rows, 1), [&](Range mine) {
+        float* normed = workers_[walk.worker].row;
+        for (int r = mine.begin; r < mine.end; r++) {
+            kernels_->rms_norm(product.data + (size_t)r * product.width, op.post_norm, op.eps, x.width, normed);
+            float* y = x.data + (size_t)r * x.width;
+            for (int j = 0; j < x.width; j++) y[j] += normed[j];
+        }
+    });
 }
 
 // Rows × heads (q, then k, then v of each row) in one range.
@@ -370,19 +424,21 @@ void Plan::rope_kv(const Operation& op, Range range) {
             kernels_->rope_head(rope, 0, x, r, q + ((size_t)r * op.num_heads + head) * d, 0);
             continue;
         }
-        const int position = step_.positions[r], block = step_.block_tables[(size_t)sequence * step_.table_stride + position / kv_.block_size];
+        const int position = step_.positions[r], column = op.table * table_columns() + position / kv_.block_size;
+        const int block = step_.block_tables[(size_t)sequence * step_.table_stride + column];
         uint16_t* to = kind == 1 ? kv_.keys(block, op.layer, head) : kv_.values(block, op.layer, head);
         kernels_->rope_head(rope, kind, x, r, to, position % kv_.block_size);
     }
 }
 
 void Plan::attend(const Operation& op, Walk& walk) {
-    const AttentionParams params{&kv_, op.layer, op.num_heads, (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data};
-    const int count = (int)items_.size();
+    const View& view = views_[op.view];
+    const AttentionParams params{&kv_, op.layer, op.num_heads, op.table * table_columns(), view.window, (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data};
+    const int count = (int)view.items.size();
     // From the end: a sequence's last tiles see the most keys.
-    phase(walk, count, 1, [&](Range i) { kernels_->attend(params, items_[count - 1 - i.begin], workers_[walk.worker].attention); });
-    if (folds_.empty()) return;
-    phase(walk, (int)folds_.size(), 1, [&](Range i) { kernels_->fold_partials(params, items_.data() + folds_[i.begin].first, folds_[i.begin].second); });
+    phase(walk, count, 1, [&](Range i) { kernels_->attend(params, view.items[count - 1 - i.begin], workers_[walk.worker].attention); });
+    if (view.folds.empty()) return;
+    phase(walk, (int)view.folds.size(), 1, [&](Range i) { kernels_->fold_partials(params, view.items.data() + view.folds[i.begin].first, view.folds[i.begin].second); });
 }
 
 void Plan::logits(const Operation& op, Walk& walk) {
@@ -405,8 +461,13 @@ void Plan::run_operation(const Operation& op, Walk& walk) {
     switch (op.kind) {
         case Kind::EMBED:
             return phase(walk, rows, chunk_of(rows, 1), [&](Range mine) {
-                for (int r = mine.begin; r < mine.end; r++)
-                    kernels_->dequantize_row(op.weights[0], step_.token_ids[r], buffers_[op.out].data + (size_t)r * buffers_[op.out].width);
+                for (int r = mine.begin; r < mine.end; r++) {
+                    const int width = buffers_[op.out].width;
+                    float* x = buffers_[op.out].data + (size_t)r * width;
+                    kernels_->dequantize_row(op.weights[0], step_.token_ids[r], x);
+                    if (op.scale != 1.0f)
+                        for (int j = 0; j < width; j++) x[j] *= op.scale;
+                }
             });
         case Kind::NORM_LINEAR:
             prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
@@ -418,13 +479,13 @@ void Plan::run_operation(const Operation& op, Walk& walk) {
         case Kind::ATTENTION: return attend(op, walk);
         case Kind::LINEAR_RESIDUAL:
             prepare(buffers_[op.in], nullptr, 0, op.weights, rows, nullptr, walk);
-            return multiply(op.weights, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, walk);
+            return add_to_residual(op, op.weights, rows, walk);
         case Kind::GATED_MLP: {
-            const Matrix &gate = op.weights[0], &up = op.weights[1];
             prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
-            phase(walk, gate.panels, chunk_of(gate.panels, 1), [&](Range mine) { gate_up(gate, up, mine, rows, buffers_[op.hidden].data); });
+            const int panels = op.weights[0].panels;
+            phase(walk, panels, chunk_of(panels, 1), [&](Range mine) { gate_up(op, mine, rows, buffers_[op.hidden].data); });
             prepare(buffers_[op.hidden], nullptr, 0, op.down, rows, nullptr, walk);
-            return multiply(op.down, {}, rows, Store::ADD, buffers_[op.out].data, buffers_[op.out].width, walk);
+            return add_to_residual(op, op.down, rows, walk);
         }
         case Kind::LOGITS: return logits(op, walk);
     }

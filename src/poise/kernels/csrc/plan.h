@@ -19,7 +19,7 @@ struct PackedMatrix {
 };
 
 struct StepArrays {
-    const int32_t *token_ids, *positions, *query_start, *block_tables, *logit_rows;
+    const int32_t *token_ids, *positions, *query_start, *block_tables, *logit_rows;  // the tables of a sequence's groups side by side
     int num_rows, num_sequences, table_stride, num_logit_rows;
     const SamplingRow* sampling;  // [num_logit_rows] or null: only the logits are wanted
     SamplingResult* results;
@@ -34,13 +34,16 @@ class Plan {
     int buffer(int width);
     float* buffer_data(int index) { return buffers_[index].data; }
     int buffer_width(int index) const { return buffers_[index].width; }
-    void embed(const Matrix& table, int out);
+    // `layer` is the layer's place in a page, `table` the KV group whose block table names the page. A `post_norm` norms a product
+    // (in buffer `product`) before it joins the residual.
+    void embed(const Matrix& table, float scale, int out);
     void norm_linear(int in, const float* norm, float eps, std::vector<Matrix> weights, std::vector<const float*> biases, int out);
     void rope_kv_write(int qkv, const float* inverse_frequencies, int num_pairs, int layer, int num_heads, const float* q_norm, const float* k_norm,
-                       float eps, float q_scale, int out);
-    void attention(int q, int layer, int num_heads, int out);
-    void linear_residual(int in, const Matrix& weight, int x);
-    void gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden);
+                       float eps, float q_scale, int out, int table);
+    void attention(int q, int layer, int num_heads, int out, int table, int window);
+    void linear_residual(int in, const Matrix& weight, int x, const float* post_norm, float eps, int product);
+    void gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden, bool gelu,
+                   const float* post_norm, int product);
     void logits(int x, const float* norm, float eps, const Matrix& output);
 
     // Replays the plan. Throws std::invalid_argument for a token, position or block out of range.
@@ -60,9 +63,10 @@ class Plan {
     enum class Kind { EMBED, NORM_LINEAR, ROPE_KV_WRITE, ATTENTION, LINEAR_RESIDUAL, GATED_MLP, LOGITS };
     struct Operation {
         Kind kind;
-        int in = -1, out = -1, hidden = -1, layer = 0, num_heads = 0, rope = -1;
-        const float *norm = nullptr, *q_norm = nullptr, *k_norm = nullptr;
-        float eps = 0, q_scale = 0;
+        int in = -1, out = -1, hidden = -1, product = -1, layer = 0, num_heads = 0, rope = -1, table = 0, view = -1;
+        const float *norm = nullptr, *q_norm = nullptr, *k_norm = nullptr, *post_norm = nullptr;
+        float eps = 0, q_scale = 0, scale = 1;
+        bool gelu = false;
         std::vector<Matrix> weights;
         std::vector<Matrix> down;  // of a gated MLP
         std::vector<const float*> biases;
@@ -75,6 +79,12 @@ class Plan {
         const float* inverse_frequencies;
         int num_pairs;
         float* angles;  // [max_rows][2 · num_pairs]
+    };
+    // What attention does in a step, shared by all layers that see as far back.
+    struct View {
+        int window;
+        std::vector<AttentionItem> items;
+        std::vector<std::pair<int, int>> folds;  // (first item, count) of tiles whose splits several items share
     };
     struct Worker {
         float* row;        // one activation row
@@ -94,6 +104,8 @@ class Plan {
     };
 
     void check(const StepArrays& step) const;
+    void check_blocks(const StepArrays& step, int sequence, int table) const;
+    size_t plan_view(const StepArrays& step, View& view) const;
     void plan_attention(const StepArrays& step);
     void work(int worker);
     template <class F> void phase(Walk& walk, int count, int chunk, F f);
@@ -102,7 +114,9 @@ class Plan {
     void prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk);
     void multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk);
     void multiply_panels(const Matrix& weight, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width);
-    void gate_up(const Matrix& gate, const Matrix& up, Range panels, int num_rows, float* out);
+    void gate_up(const Operation& op, Range panels, int num_rows, float* out);
+    void add_to_residual(const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk);
+    int table_columns() const { return step_.table_stride / (int)windows_.size(); }
     void rope_kv(const Operation& op, Range heads);
     void attend(const Operation& op, Walk& walk);
     void logits(const Operation& op, Walk& walk);
@@ -125,8 +139,8 @@ class Plan {
     std::vector<int64_t> times_;
 
     StepArrays step_{};
-    std::vector<AttentionItem> items_;
-    std::vector<std::pair<int, int>> folds_;  // (first item, count) of tiles whose splits several items share
+    std::vector<View> views_;
+    std::vector<int> windows_;  // of each table
     std::vector<float> partials_;
     std::unique_ptr<Phase[]> phases_;
     size_t num_phases_ = 0;

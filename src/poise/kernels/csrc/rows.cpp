@@ -84,6 +84,7 @@ void prepare_row(Form form, const float* x, int cols, uint8_t* tile, int height,
 }
 
 void silu_mul(const float* gate, const float* up, float* out) { store(out, silu(load(gate)) * load(up)); }
+void gelu_mul(const float* gate, const float* up, float* out) { store(out, gelu(load(gate)) * load(up)); }
 
 namespace {
 

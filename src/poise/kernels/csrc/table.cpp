@@ -13,6 +13,7 @@ void prepare_row(Form, const float*, int, uint8_t*, int, int);
 void rms_norm(const float*, const float*, float, int, float*);
 void dequantize_row(const Matrix&, int, float*);
 void silu_mul(const float*, const float*, float*);
+void gelu_mul(const float*, const float*, float*);
 void rope_angles(int32_t, const float*, int, float*);
 void rope_head(const RopeParams&, int, const float*, int, uint16_t*, int);
 void attend(const AttentionParams&, const AttentionItem&, float*);
@@ -31,9 +32,9 @@ const KernelTable& table() {
     constexpr int tile = 4;
 #endif
     static constexpr KernelTable t = {
-        POISE_TEXT(POISE_NS), tile,      gemm,   prepare_row,   rms_norm,   dequantize_row,    silu_mul,
-        rope_angles,          rope_head, attend, fold_partials, sample_row, dot_bf16_is_exact, probe_read,
-        probe_products,       MAX_UNITS,
+        POISE_TEXT(POISE_NS), tile,      gemm,   prepare_row,   rms_norm,   dequantize_row,    silu_mul,   gelu_mul,
+        rope_angles,          rope_head, attend, fold_partials, sample_row, dot_bf16_is_exact, probe_read, probe_products,
+        MAX_UNITS,
     };
     return t;
 }
