@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LAYER_TENSORS = (
     "attn_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
-    "mlp_norm", "gate", "up", "down",
+    "attn_post_norm", "mlp_norm", "gate", "up", "down", "mlp_post_norm",
 )  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "windows": list(config.windows),
         "tied_output": config.tie_word_embeddings,
         "rope_theta": config.rope.theta,
         "tensor_types": dict(types.most_common()),
@@ -97,13 +98,18 @@ def describe(facts: dict[str, Any], budget: Report) -> list[str]:
     from poise.planner.report import show
 
     types = ", ".join(f"{count} {name}" for name, count in facts["tensor_types"].items())
+    attention = (
+        f"{facts['num_heads']} query and {facts['num_kv_heads']} KV heads of {facts['head_dim']}"
+    )
+    if limited := [window for window in facts["windows"] if window is not None]:
+        attention += f"; {len(limited)} layers see {max(limited):,} tokens back"
     output = "the embedding (tied)" if facts["tied_output"] else "a matrix of its own"
     lines = {
         "model": f"{facts['name']} ({facts['path']})",
         "format": facts["format"],
         "architecture": f"{facts['architecture']}, {facts['parameters'] / 1e6:,.1f} M parameters",
         "layers": f"{facts['num_layers']} of width {facts['hidden_size']:,}, MLP {facts['intermediate_size']:,}",
-        "attention": f"{facts['num_heads']} query and {facts['num_kv_heads']} KV heads of {facts['head_dim']}",
+        "attention": attention,
         "output": output,
         "context": f"{facts['context']:,} tokens, rope theta {facts['rope_theta']:,.0f}",
         "vocabulary": f"{facts['vocab_size']:,} tokens, {facts['tokenizer']}",

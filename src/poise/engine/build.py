@@ -95,7 +95,7 @@ def assemble_engine(
         model=source.served_name or checkpoint.name,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
-        kv_capacity_tokens=loaded.num_blocks // len(loaded.kv_groups) * loaded.block_size,
+        kv_capacity_tokens=loaded.kv_cache.num_tokens,
         system_fingerprint=f"poise-v{NUMERICS_VERSION}-{loaded.fingerprint}",
         details=dict(loaded.details),
     )

@@ -51,9 +51,7 @@ def kv_bytes_per_token(config: ModelConfig) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_BYTES
 
 
-def blocks_of_sequence(
-    groups: KVGroups, num_tokens: int, max_chunk: int, block_size: int
-) -> int:
+def blocks_of_sequence(groups: KVGroups, num_tokens: int, max_chunk: int, block_size: int) -> int:
     """The most pages of all groups that a sequence of `num_tokens` holds at once."""
     manager = KVCacheManager(groups.specs, 1, block_size, None)
     return manager.num_blocks_needed(num_tokens, max_chunk)

@@ -1,7 +1,7 @@
 """What any checkpoint, GGUF or safetensors, offers to the model builder.
 
 Canonical tensor names (layer i): `embed`, `norm`, `lm_head`, `layers.{i}.` + `attn_norm q k v q_bias k_bias v_bias q_norm k_norm o
-mlp_norm gate up down`. Matrices are [out, in]: row n holds the K weights of output n.
+attn_post_norm mlp_norm gate up down mlp_post_norm`. Matrices are [out, in]: row n holds the K weights of output n.
 """
 
 from __future__ import annotations

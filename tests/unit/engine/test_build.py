@@ -24,6 +24,7 @@ class Loaded(SimpleNamespace):
             kv_groups=list(GROUPS),
             num_blocks=32,
             block_size=BLOCK_SIZE,
+            kv_cache=SimpleNamespace(num_tokens=32 * BLOCK_SIZE),
             max_model_len=100,
             vocab_size=VOCAB_SIZE,
             cache_identity=b"identity",
