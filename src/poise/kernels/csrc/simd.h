@@ -29,7 +29,11 @@ constexpr int LANES = 16;
 template <int I> struct Index {
     constexpr operator int() const { return I; }
 };
+#if defined(POISE_SANITIZE)
+#define POISE_INLINE  // the checks in every inlined copy take the compiler many minutes
+#else
 #define POISE_INLINE __attribute__((always_inline))
+#endif
 template <int N, class F> POISE_INLINE inline void unrolled(const F& f) {
     if constexpr (N > 0) {
         unrolled<N - 1>(f);
