@@ -18,7 +18,7 @@ from poise.verify.answers import Probe
 from poise.verify.child import answers_under
 from poise.verify.oracle import recompute
 from poise.verify.probes import LONGEST_BLOCK, growing_first, short_probes, spread
-from poise.verify.rig import Run, Setup, fill_pages
+from poise.verify.rig import MAX_CONTEXT, Run, Setup, fill_pages
 from poise.verify.trials import Lab, Outcome, Trials, measured
 
 GARBAGE = 0xFF  # bf16 0xffff and float32 0xffffffff are NaN
@@ -34,6 +34,7 @@ class Axes:
     threads: tuple[int, ...]
     primes: tuple[int, ...]  # chunk sizes beside those about a block
     stride: int  # of the probes, every how many are sent where all of them would only take time
+    twin_length: int  # the longest prompt for the uncached twin
     num_slow: int  # probes for what is slow: the twin, chunks of one token
     num_isa: int  # probes for other instruction sets, of which one is very slow
     num_cut: int  # probes for each size of chunk, longest first
@@ -46,6 +47,7 @@ QUICK = Axes(
     threads=(1, 2, 3),
     primes=(37,),
     stride=2,
+    twin_length=40,
     num_slow=4,
     num_isa=3,
     num_cut=4,
@@ -57,6 +59,7 @@ FULL = Axes(
     threads=(1, 2, 3, 4, 8),
     primes=(7, 37, 113),
     stride=1,
+    twin_length=MAX_CONTEXT,
     num_slow=12,
     num_isa=12,
     num_cut=64,
@@ -201,8 +204,8 @@ def cache(trials: Trials, axes: Axes) -> None:
 
 def twin(trials: Trials, axes: Axes) -> None:
     rig = trials.lab.rig
-    probes = spread(short_probes(trials.lab.probes), axes.num_slow)
-    answers = [recompute(rig.base, rig.tokenizer, probe) for probe in probes]
+    probes = spread(short_probes(trials.lab.probes, axes.twin_length), axes.num_slow)
+    answers = [recompute(rig.base, rig.tokenizer, probe, rig.longest_chunk) for probe in probes]
     trials.compare("every step from position 0", "no scheduler, no cache", probes, answers)
     trials.fired("tokens from a recomputed prefix", sum(answer.num_positions for answer in answers))
 

@@ -191,10 +191,11 @@ def _unmasked_recycled_page() -> AbstractContextManager[object]:
     def attention(self: reference.ReferenceBackend, q: F32, layer: int, *rest: Any) -> F32:
         result = original(self, q, layer, *rest)
         step, size = self.step, self._kv.block_size
-        for sequence, end in enumerate(step.query_start[1:]):
+        group, place = self._kv.place(layer)
+        for table, end in zip(self._tables(group), step.query_start[1:]):
             block, offset = divmod(int(step.positions[end - 1]) + 1, size)
             if offset:
-                page = self.pages[layer, 1, step.block_tables[sequence][block], offset]
+                page = self.pages[place, 1, table[block], offset]
                 values = reference_math.from_bf16(page)
                 heads = result[end - 1].reshape(len(values), -1, values.shape[-1])
                 heads += np.float32(2**-6) * values[:, np.newaxis]

@@ -6,6 +6,7 @@ begins with blocks that another one has further back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle, islice
 
 from poise.core.sampling_params import SamplingParams
@@ -32,11 +33,19 @@ FULL_LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 20, 24, 31, 32, 33, 40, 47, 48, 4
 LONG = 2 * LONGEST_BLOCK + 10
 VERY_LONG = 290  # attention splits end at 256
 SHORT = 40  # of which a crowd is made
+SHORT_WINDOW = 128
 
 
-def build_probes(tokenizer: Tokenizer, vocab_size: int, *, quick: bool) -> list[Probe]:
-    """A list that any of the checks can draw on. `quick` sends fewer and shorter ones."""
-    text = _token_ids(tokenizer, VERY_LONG + LONGEST_BLOCK)
+def build_probes(
+    tokenizer: Tokenizer, vocab_size: int, *, quick: bool, windows: Sequence[int] = ()
+) -> list[Probe]:
+    """A list that any of the checks can draw on. `quick` sends fewer and shorter ones.
+
+    `windows` are the model's sliding windows: each gets a prompt that reaches beyond it (not in a quick
+    run, unless it is short).
+    """
+    reached = [window for window in windows if not quick or window <= SHORT_WINDOW]
+    text = _token_ids(tokenizer, max([VERY_LONG, *reached]) + LONG)
     max_tokens = 6 if quick else 12
     prompts: list[tuple[str, list[int]]] = []
     for index, length in enumerate(QUICK_LENGTHS if quick else FULL_LENGTHS):
@@ -47,6 +56,7 @@ def build_probes(tokenizer: Tokenizer, vocab_size: int, *, quick: bool) -> list[
     if not quick:
         prompts.append(("very-long", text[:VERY_LONG]))
         prompts.append(("sibling", text[: VERY_LONG - 20] + text[2:9]))
+    prompts += [(f"window-{window}", text[2 : window + LONG]) for window in reached]
     params = islice(cycle(_parameters(max_tokens, text, vocab_size)), len(prompts))
     return [
         Probe(name, tuple(ids), chosen, seed=1000 + index)
@@ -59,9 +69,9 @@ def short_probes(probes: list[Probe], longest: int = SHORT) -> list[Probe]:
 
 
 def spread(probes: list[Probe], count: int) -> list[Probe]:
-    """At most so many of them, of all lengths."""
-    by_length = sorted(probes, key=lambda probe: len(probe.token_ids))
-    return by_length[:: -(-len(by_length) // count)]
+    """At most so many of them, of all lengths, the longest among them."""
+    longest_first = sorted(probes, key=lambda probe: -len(probe.token_ids))
+    return longest_first[:: -(-len(longest_first) // count)]
 
 
 def growing_first(probes: list[Probe], block_size: int) -> list[Probe]:

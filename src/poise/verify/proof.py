@@ -70,7 +70,9 @@ def prove(
         room = min(info.max_model_len, info.kv_capacity_tokens)
         probes = [
             probe
-            for probe in build_probes(rig.tokenizer, info.vocab_size, quick=quick)
+            for probe in build_probes(
+                rig.tokenizer, info.vocab_size, quick=quick, windows=rig.windows
+            )
             if len(probe.token_ids) + (probe.params.max_tokens or 0) <= room
         ]
         tell(f"answering {len(probes)} requests, each alone")

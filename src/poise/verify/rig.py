@@ -224,6 +224,15 @@ class Rig:
         return self._limits.max_num_batched_tokens
 
     @property
+    def windows(self) -> list[int]:
+        """Sliding windows of the model's KV groups, in tokens."""
+        return [
+            group.sliding_window
+            for group in self.base.kv_groups
+            if group.sliding_window is not None
+        ]
+
+    @property
     def info(self) -> EngineInfo:
         return self.engine(Setup()).engine.info
 
