@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from poise.cli.main import run
-from tiny_models import TinyModel, write_gguf
+from tiny_models import TinyModel, write_gguf, write_safetensors_folder
 
 RAW_KV = ["--layers", "32", "--kv-heads", "32", "--head-dim", "128"]
 
@@ -55,6 +55,21 @@ def test_kv_of_a_file(answer: Any, tmp_path: Path) -> None:
     found = figures(answer("kv", str(path), "--tokens", "100", "--json"))
     assert found["kv_bytes_per_token"] == (2 * 2 * 2 * 16 * 2, "B/token")
     assert found["weight_bytes"][1] == "B"
+
+
+def test_kv_of_a_model_with_windows_and_inspect_in_the_same_words(
+    answer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = TinyModel(architecture="gemma3", num_layers=6, window_period=3, sliding_window=40)
+    folder = write_safetensors_folder(tmp_path / "tiny", model)
+    text = answer("kv", str(folder))
+    assert "sliding window of 40" in text
+    assert run(["inspect", str(folder)]) == 0
+    inspected = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for label in ("weights ", "KV of a token ", "KV of 512 tokens "):
+        [line] = [line for line in inspected.splitlines() if line.startswith(label)]
+        assert " ".join(line.split()) in lines
 
 
 def test_kv_of_a_config_alone(answer: Any, tmp_path: Path) -> None:

@@ -31,11 +31,12 @@ def config_of(tiny: TinyModel) -> ModelConfig:
         rope=RopeConfig(tiny.rope_theta, tiny.head_dim),
         tie_word_embeddings=tiny.tie_word_embeddings,
         qkv_bias=tiny.architecture == "qwen2",
-        qk_norm=tiny.architecture == "qwen3",
+        qk_norm=tiny.architecture in ("qwen3", "gemma3"),
+        post_norms=tiny.architecture == "gemma3",
     )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_those_of_the_tensors(architecture: str, tied: bool) -> None:
     tiny = TinyModel(architecture=architecture, tie_word_embeddings=tied, num_layers=3)
