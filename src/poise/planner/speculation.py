@@ -98,6 +98,10 @@ def plan(
         f"tokens({best}) / cost({best})",
     )  # fmt: skip
     _table(report, a, costs, best)
+    if costs.draft == 0 and costs.verify_per_token == 0:
+        report.notes.append(
+            "Drafts are taken as free, so more always seem better: give --draft-cost and --verify-cost-per-token."
+        )
     report.notes += [
         "Assumes that each draft is accepted with the same probability, whatever came before, and that nothing waits.",
         "A step's cost grows with the batch: in a full batch verifying k + 1 rows can cost near k + 1 plain steps. Give that cost.",

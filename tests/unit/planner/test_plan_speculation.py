@@ -78,6 +78,11 @@ def test_a_costly_verification_turns_speculation_off() -> None:
     assert plan(acceptance=0.7, verify_cost=1, verify_cost_per_token=1).value("best_k") == 0
 
 
+def test_free_drafts_are_called_free() -> None:
+    assert any("taken as free" in note for note in plan(acceptance=0.6).notes)
+    assert not any("taken as free" in note for note in plan(acceptance=0.6, draft_cost=0.1).notes)
+
+
 def test_without_drafts_a_step_is_a_plain_step() -> None:
     report = plan(acceptance=0.5, k=0, verify_cost=2)
     assert report.value("step_cost") == 1
