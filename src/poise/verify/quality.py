@@ -55,7 +55,7 @@ def measure_quality(
     limits = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=WINDOW, max_model_len=WINDOW)
     loaded = load_executor(checkpoint, cache, limits, compute)
     tokenizer = Tokenizer(checkpoint.tokenizer)
-    reference, native = ReferenceLogits(checkpoint, WINDOW), NativeLogits(loaded)
+    reference, native = ReferenceLogits(checkpoint, WINDOW), NativeLogits(loaded, WINDOW)
     results = []
     for text in texts:
         windows = windows_of(text, tokenizer, num_windows)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.errors import ConfigError
 from poise.executor.load import LoadedExecutor
 from poise.executor.model_runner import ModelRunner
 from poise.kernels.ops import LOGIT_TILE, KVShape, Step
@@ -37,11 +38,17 @@ class Logits(Protocol):
 class NativeLogits:
     """The executor that serves; the scored rows are run in chunks of a tile's height, which changes no bit of them."""
 
-    def __init__(self, loaded: LoadedExecutor) -> None:
+    def __init__(self, loaded: LoadedExecutor, num_tokens: int) -> None:
         assert isinstance(loaded.executor, ModelRunner)
+        num_blocks = len(loaded.kv_groups) * -(-num_tokens // loaded.block_size)
+        if loaded.num_blocks < num_blocks:
+            raise ConfigError(
+                f"{loaded.kv_cache.num_bytes} bytes of KV cache hold no window of {num_tokens} tokens; "
+                f"{num_blocks * loaded.kv_cache.page_bytes} do"
+            )
         self._runner = loaded.executor
         self._tile = np.empty((LOGIT_TILE, loaded.vocab_size), np.float32)
-        self._block_table = np.arange(loaded.num_blocks, dtype=np.int32)[np.newaxis]
+        self._block_table = np.arange(num_blocks, dtype=np.int32)[np.newaxis]
 
     def tiles(self, window: Int32s, first_scored: int) -> Iterator[F32]:
         self._run(window, 0, first_scored - 1, self._tile[:0])

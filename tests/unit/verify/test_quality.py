@@ -47,7 +47,7 @@ def test_tiles_are_the_rows_of_one_step(folder: Path) -> None:
     loaded = load_executor(checkpoint, CACHE, limits, COMPUTE)
     for model, tolerance in (
         (ReferenceLogits(checkpoint, 160), 1e-4),
-        (NativeLogits(loaded), 0.05),  # K and V in bf16
+        (NativeLogits(loaded, 160), 0.05),  # K and V in bf16
     ):
         tiles = [tile.copy() for tile in model.tiles(window, 70)]
         assert [len(tile) for tile in tiles] == [32, 32, 16]
@@ -78,6 +78,9 @@ def test_what_can_not_be_measured_is_an_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="made for 256 tokens"):
         measure_quality(short, CACHE, COMPUTE, [TEXT], num_windows=1)
     checkpoint = open_checkpoint(tiny(folder, "F32"))
+    small = CacheConfig(memory_bytes=65_536)
+    with pytest.raises(ConfigError, match="hold no window of 512 tokens"):
+        measure_quality(checkpoint, small, COMPUTE, [TEXT], num_windows=1)
     with pytest.raises(PoiseError, match="fewer than 512"):
         measure_quality(checkpoint, CACHE, COMPUTE, [Text("x", "x", True)], num_windows=1)
 
