@@ -206,7 +206,9 @@ def twin(trials: Trials, axes: Axes) -> None:
     rig = trials.lab.rig
     probes = spread(short_probes(trials.lab.probes, axes.twin_length), axes.num_slow)
     answers = [recompute(rig.base, rig.tokenizer, probe, rig.longest_chunk) for probe in probes]
-    trials.compare("every step from position 0", "no scheduler, no cache", probes, answers)
+    trials.compare(
+        "every step from position 0", "no scheduler, no cache", probes, answers, each_alone=True
+    )
     trials.fired("tokens from a recomputed prefix", sum(answer.num_positions for answer in answers))
 
 
@@ -217,7 +219,8 @@ def variants(trials: Trials, axes: Axes) -> None:
         trials.outcome.not_here = f"this build and CPU have {isa()} only"
     for name in others:
         child = answers_under(trials.lab.rig, name, probes)
-        trials.compare(name, f"POISE_ISA={name}, in a process of its own", probes, child.answers)
+        where = f"POISE_ISA={name}, in a process of its own"
+        trials.compare(name, where, probes, child.answers, each_alone=True)
         trials.fired("other instruction sets", child.isa == name)
 
 

@@ -69,7 +69,9 @@ def compare(record: Record, rig: Rig, info: EngineInfo) -> Outcome:
         answers = [here.alone[probe.name] for probe in record.probes]
         here.alone = {p.name: answer for p, answer in zip(record.probes, record.answers)}
         trials = Trials(here, outcome)
-        trials.compare("then and now", "each request alone", record.probes, answers)
+        trials.compare(
+            "then and now", "each request alone", record.probes, answers, each_alone=True
+        )
         trials.fired("recorded answers", len(answers))
     return outcome
 

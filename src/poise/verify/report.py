@@ -94,8 +94,8 @@ def _reproduction(found: Reproduction) -> list[Text]:
     difference = found.difference
     lines = [
         Text(f"  first difference: request {found.differing}, {difference.where}"),
-        Text(f"    alone: {difference.expected}"),
-        Text(f"    here:  {difference.actual}"),
+        Text(f"    expected: {difference.expected}"),
+        Text(f"    here:     {difference.actual}"),
         Text(f"  smallest case found: {found.varied}; {found.setup}; {_count(found.probes)}"),
     ]
     for probe in found.probes[:MOST_SHOWN]:

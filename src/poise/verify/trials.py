@@ -126,9 +126,11 @@ class Trials:
         answers: Sequence[Answer | None],
         rerun: Runner | None = None,
         expected: Sequence[Answer | None] | None = None,
+        each_alone: bool = False,
     ) -> None:
-        """Holds answers against `expected`, by default those that the probes get alone; `rerun` allows to look
-        for a smaller case.
+        """Holds answers against `expected`, by default those that the probes get alone.
+
+        `rerun` allows to look for a smaller case; none is needed where each was asked alone here too.
         """
         outcome = self.outcome
         outcome.varied.append(varied)
@@ -144,9 +146,8 @@ class Trials:
                 continue
             outcome.num_different += 1
             if outcome.reproduction is None:
-                outcome.reproduction = Reproduction(
-                    varied, setup, tuple(probes), probe.name, difference
-                )
+                needed = (probe,) if each_alone else tuple(probes)
+                outcome.reproduction = Reproduction(varied, setup, needed, probe.name, difference)
                 if rerun is not None and self._shrink:
                     outcome.reproduction = self._smallest(outcome.reproduction, index, rerun)
 
