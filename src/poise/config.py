@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from poise.config_values import (
     Parser,
@@ -27,6 +27,8 @@ from poise.config_values import (
     words,
 )
 from poise.errors import ConfigError
+
+Activations = Literal["int8", "bf16"]
 
 NOT_FLAGS = ("POISE_HOME", "POISE_ISA")  # read where they matter, before any flag is known
 
@@ -160,6 +162,11 @@ class ComputeConfig:
         None, "threads", integer(1, 1024),
         "Worker threads. Answers are the same bytes for any number.",
         "physical cores within the affinity mask and the cgroup quota",
+    )  # fmt: skip
+    activations: Activations = setting(
+        "int8", "activations", one_of("int8", "bf16"),
+        "What activations are rounded to before they meet integer weights: int8 (in groups of 32) or bf16.",
+        "the fastest; bf16 is closer to the unrounded model",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from rich.console import Console
 from rich.progress import Progress
 
-from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
+from poise.config import Activations, CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.sampling_params import SamplingParams
 from poise.engine.client import EngineInfo, EngineRequest
 from poise.engine.input_processor import resolve_seed
@@ -70,6 +70,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         threads: int | None = None,
+        activations: Activations = "int8",
     ) -> None:
         from poise.engine.build import build_engine  # needs the native kernels; the rest doesn't
 
@@ -78,7 +79,7 @@ class LLM:
             ModelSource(model, served_model_name, offline),
             CacheConfig(block_size, kv_cache_memory_bytes, enable_prefix_caching),
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
-            ComputeConfig(threads),
+            ComputeConfig(threads, activations),
             console=console,
         )
         self._start(engine, seed)

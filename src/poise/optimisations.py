@@ -96,11 +96,13 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
     ),
     Optimisation(
         name="quantised activations",
-        flag="the file's weight format",
+        flag="--activations",
         kind="lossy",
         check="poise verify quality",
-        experiment="the same prompts on an integer file and on a bf16 file; compare speed and logprobs",
-        way_back="a bf16, f16 or f32 file of the model",
-        state=lambda settings: "on for integer weights",
+        experiment="the same prompts with int8 and with bf16 activations; compare speed and logprobs",
+        way_back="--activations bf16",
+        state=lambda settings: (
+            "on for integer weights" if settings.compute.activations == "int8" else "off"
+        ),
     ),
 )

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from poise.config import CacheConfig, ComputeConfig, SchedulerConfig
+from poise.config import Activations, CacheConfig, ComputeConfig, SchedulerConfig
 from poise.core.output import Executor, KVGroupSpec, WorkDone
 from poise.errors import ConfigError
 from poise.executor.input_batch import InputBatch
@@ -24,6 +24,8 @@ from poise.models.weights import Source
 from poise.weights.checkpoint import Checkpoint
 
 NUMERICS_VERSION = 1
+# Formulas of docs/NUMERICS.md that a setting chooses between: each has a version of its own.
+ACTIVATIONS_VERSIONS: dict[Activations, int] = {"int8": 1, "bf16": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,12 @@ def load_executor(
         kv_cache.groups.places,
     )
     threads = compute.threads or default_threads()
-    backend = CPUBackend(shape, max_rows=scheduler.max_num_batched_tokens, threads=threads)
+    backend = CPUBackend(
+        shape,
+        max_rows=scheduler.max_num_batched_tokens,
+        threads=threads,
+        activations=compute.activations,
+    )
     record(backend, config, Source(backend, checkpoint))
     batch = InputBatch(
         vocab_size=config.vocab_size,
@@ -91,9 +98,14 @@ def load_executor(
         block_size=cache.block_size,
         num_groups=shape.num_groups,
     )
-    identity = (
-        f"{checkpoint.digest()}|activations=auto|kv=bf16|numerics={NUMERICS_VERSION}".encode()
-    )
+    identity = "|".join(
+        [
+            checkpoint.digest(),
+            f"activations={compute.activations}.{ACTIVATIONS_VERSIONS[compute.activations]}",
+            "kv=bf16",
+            f"numerics={NUMERICS_VERSION}",
+        ]
+    ).encode()
     runner = ModelRunner(backend, batch)
     return LoadedExecutor(
         executor=runner,
@@ -106,6 +118,7 @@ def load_executor(
         details={
             "isa": backend.variant,
             "threads": str(threads),
+            "activations": compute.activations,
             "format": checkpoint.format,
             "weight_bytes": str(checkpoint.weight_bytes()),
             "packed_bytes": str(backend.arena.used_bytes),

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.config import Activations
 from poise.kernels import reference_exact, reference_float
 from poise.kernels import reference_math as math
 from poise.kernels.ops import Activation, KVShape, Ops, RopeTable, Step
@@ -53,7 +54,6 @@ class _Arithmetic(Protocol):
 
 class _Exact:
     page_type: type[np.generic] = np.uint16
-    pack = staticmethod(reference_exact.pack)
     norm = staticmethod(math.rms_norm)
     add = staticmethod(math.add)
     scale = staticmethod(math.multiply)
@@ -61,6 +61,12 @@ class _Exact:
     rotate = staticmethod(reference_exact.rotate)
     attend = staticmethod(reference_exact.attend)
     to_page = staticmethod(math.to_bf16)
+
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
+
+    def pack(self, weights: IntegerWeights | FloatWeights) -> _Product:
+        return reference_exact.pack(weights, self._activations)
 
     def from_page(self, page: NDArray[np.generic]) -> F32:
         return math.from_bf16(cast(NDArray[np.uint16], page))
@@ -117,11 +123,13 @@ class ReferenceBackend:
     """`Ops`, executed eagerly. Values are float32 arrays [rows, width].
 
     `pages` [layers of a page, 2 (K, V), blocks, block_size, KV heads, head_dim] holds bf16 bits (uint16) in mode `exact`,
-    float32 in mode `f32`.
+    float32 in mode `f32`, which rounds no activations either.
     """
 
-    def __init__(self, kv: KVShape, mode: Mode = "exact") -> None:
-        self._arithmetic: _Arithmetic = _Exact() if mode == "exact" else _Float32()
+    def __init__(
+        self, kv: KVShape, mode: Mode = "exact", activations: Activations = "int8"
+    ) -> None:
+        self._arithmetic: _Arithmetic = _Exact(activations) if mode == "exact" else _Float32()
         shape = (kv.num_layers, 2, kv.num_blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
         self.pages: NDArray[np.generic] = np.zeros(shape, self._arithmetic.page_type)
         self._kv = kv

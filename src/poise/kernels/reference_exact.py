@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.config import Activations
 from poise.kernels import reference_math as math
 from poise.kernels.ops import KEY_BLOCK, SPLIT, Activation
 from poise.kernels.reference_containers import FloatWeights, IntegerWeights
@@ -57,6 +58,38 @@ class IntegerMatrix:
         return result
 
 
+class GroupedMatrix:
+    """Integer weights that meet bf16 activations: levels less their zero point as float64 [group, groups, 1, out]."""
+
+    def __init__(self, weights: IntegerWeights) -> None:
+        rows = len(weights.levels)
+        centred = weights.levels.astype(np.float64) - weights.zero
+        levels = centred.reshape(rows, -1, weights.group).transpose(2, 1, 0)
+        self.levels: F64 = np.ascontiguousarray(_swap_pairs(levels)[:, :, np.newaxis])
+        self.scales = _per_group(weights.scales)
+        self.minima = None if weights.minima is None else _per_group(weights.minima)
+
+    @math.quiet
+    def product(self, a: F32) -> F32:
+        """a [rows, in] → [rows, out]: one bf16 product per group, then the groups ascending."""
+        size, groups, _, outputs = self.levels.shape
+        rounded = math.round_bf16(a)
+        sums = _per_group(math.row_sum(rounded.reshape(len(a), -1, math.GROUP)))
+        sums = sums.swapaxes(1, 2)  # [groups of 32, rows, 1]
+        wide = math.widen(rounded).reshape(len(a), groups, size).transpose(2, 1, 0)
+        wide = _swap_pairs(wide)[..., np.newaxis]
+        result = np.empty((len(a), outputs), np.float32)
+        for rows, columns in _tiles(len(a), outputs, groups * size):
+            products = wide[:, :, rows] * self.levels[..., columns]
+            partials = math.accumulate(products, np.zeros(products.shape[1:], np.float32))
+            terms = partials.astype(np.float64) * self.scales[..., columns]
+            if self.minima is not None:
+                minima = self.minima[..., columns] * sums[:, rows]
+                terms = np.stack([terms, minima], axis=1).reshape(-1, *terms.shape[1:])
+            result[rows, columns] = math.accumulate(terms, np.zeros(terms.shape[1:], np.float32))
+        return result
+
+
 def _per_group(values: F32) -> F64:
     """[rows, groups] → [groups, 1, rows], as operands."""
     return np.ascontiguousarray(math.widen(values).T[:, np.newaxis])
@@ -84,13 +117,13 @@ class FloatMatrix:
         return result
 
 
-Matrix = IntegerMatrix | FloatMatrix
+Matrix = IntegerMatrix | GroupedMatrix | FloatMatrix
 
 
-def pack(weights: IntegerWeights | FloatWeights) -> Matrix:
-    if isinstance(weights, IntegerWeights):
-        return IntegerMatrix(weights)
-    return FloatMatrix(weights)
+def pack(weights: IntegerWeights | FloatWeights, activations: Activations = "int8") -> Matrix:
+    if isinstance(weights, FloatWeights):
+        return FloatMatrix(weights)
+    return IntegerMatrix(weights) if activations == "int8" else GroupedMatrix(weights)
 
 
 def _tiles(rows: int, columns: int, terms: int) -> Iterator[tuple[slice, slice]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from poise.config import CacheConfig, ComputeConfig, SchedulerConfig
+from poise.config import Activations, CacheConfig, ComputeConfig, SchedulerConfig
 from poise.executor.load import LoadedExecutor, load_executor
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.ops import KVShape, Step
@@ -21,6 +21,7 @@ DATA = Path(__file__).parents[2] / "data"
 MAX_TOKENS = 512
 MAX_SEQUENCES = 48
 NUM_BLOCKS = 160  # of 16 tokens, or as many tokens in larger ones
+NUMERICS = ({"activations": "int8"}, {"activations": "bf16"})  # settings that choose formulas
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,12 @@ def tiny_gguf(folder: Path, architecture: str) -> Path:
 
 
 def load(
-    path: Path, monkeypatch, isa: str, threads: int = 1, block_size: int = 16
+    path: Path,
+    monkeypatch,
+    isa: str,
+    threads: int = 1,
+    block_size: int = 16,
+    activations: Activations = "int8",
 ) -> LoadedExecutor:
     """The executor of a model file, with room for NUM_BLOCKS · 16 tokens, all pages poisoned."""
     monkeypatch.setenv("POISE_ISA", isa)
@@ -73,7 +79,7 @@ def load(
         checkpoint,
         CacheConfig(block_size=block_size, memory_bytes=NUM_BLOCKS * 16 * token_bytes),
         SchedulerConfig(max_num_seqs=MAX_SEQUENCES, max_num_batched_tokens=MAX_TOKENS),
-        ComputeConfig(threads=threads),
+        ComputeConfig(threads=threads, activations=activations),
     )
     poison(loaded)
     return loaded
@@ -121,11 +127,13 @@ def native_logits(loaded: LoadedExecutor, parts: list[Part]) -> np.ndarray:
 class Reference:
     """A model of `poise.models` on the numpy reference."""
 
-    def __init__(self, path: Path, mode: str, num_blocks: int = 32) -> None:
+    def __init__(
+        self, path: Path, mode: str, num_blocks: int = 32, activations: Activations = "int8"
+    ) -> None:
         checkpoint = open_checkpoint(path)
         config = checkpoint.config
         shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, num_blocks)
-        self.backend = ReferenceBackend(shape, mode)  # type: ignore[arg-type]
+        self.backend = ReferenceBackend(shape, mode, activations)  # type: ignore[arg-type]
         self._source = Source(self.backend, checkpoint)
         self._record, self._config = family(config.architecture), config
 

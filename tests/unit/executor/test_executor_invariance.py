@@ -7,6 +7,7 @@ import pytest
 from native_models import (
     MAX_TOKENS,
     NUM_BLOCKS,
+    NUMERICS,
     Part,
     Reference,
     load,
@@ -20,6 +21,7 @@ from poise.kernels.cpu import available_isas
 ISAS = available_isas()
 LENGTH = 150
 every_architecture = pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+every_numerics = pytest.mark.parametrize("numerics", NUMERICS, ids=lambda n: "-".join(n.values()))
 every_isa = pytest.mark.parametrize("isa", ISAS)
 
 
@@ -36,26 +38,28 @@ def assert_same(actual, expected, note):
     assert np.array_equal(actual.view(np.uint32), expected.view(np.uint32)), note
 
 
+@every_numerics
 @every_isa
 @every_architecture
-def test_native_equals_the_reference(architecture, isa, folder, monkeypatch):
+def test_native_equals_the_reference(architecture, isa, numerics, folder, monkeypatch):
     path = tiny_gguf(folder, architecture)
     parts = [Part(random_ids(70), 0, np.arange(5)), Part(random_ids(9, 1), 0, np.array([7]))]
-    expected = Reference(path, "exact").logits(parts)
+    expected = Reference(path, "exact", **numerics).logits(parts)
     assert np.isfinite(expected).all()
     for threads in (1, 2, 3):
-        actual = native_logits(load(path, monkeypatch, isa, threads), parts)
+        actual = native_logits(load(path, monkeypatch, isa, threads, **numerics), parts)
         assert_same(actual, expected, f"{threads} threads")
 
 
+@every_numerics
 @every_architecture
-def test_chunks_blocks_threads_and_variants(architecture, folder, monkeypatch):
+def test_chunks_blocks_threads_and_variants(architecture, numerics, folder, monkeypatch):
     path = tiny_gguf(folder, architecture)
     ids = random_ids(LENGTH)
     expected = None
     for isa in ISAS:
         for threads, block_size in ((1, 16), (2, 32), (3, 64)):
-            loaded = load(path, monkeypatch, isa, threads, block_size)
+            loaded = load(path, monkeypatch, isa, threads, block_size, **numerics)
             per_group = loaded.num_blocks // len(loaded.kv_groups)
             blocks = np.random.default_rng(2).permutation(per_group)
             blocks = blocks[: -(-LENGTH // block_size)]
@@ -71,11 +75,12 @@ def test_chunks_blocks_threads_and_variants(architecture, folder, monkeypatch):
                 assert_same(actual, expected, note)
 
 
+@every_numerics
 @every_isa
 @every_architecture
-def test_company_and_order(architecture, isa, folder, monkeypatch):
+def test_company_and_order(architecture, isa, numerics, folder, monkeypatch):
     """1 … 40 sequences of which some go on and some begin, in any order, recycled pages between steps."""
-    loaded = load(tiny_gguf(folder, architecture), monkeypatch, isa, threads=2)
+    loaded = load(tiny_gguf(folder, architecture), monkeypatch, isa, threads=2, **numerics)
     random = np.random.default_rng(4)
     sequences = []
     for index in range(40):

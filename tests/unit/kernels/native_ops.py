@@ -20,6 +20,8 @@ THREADS = (1, 2, 3)
 INTEGER_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FLOAT_TYPES = ("BF16", "F16", "F32")
 TYPES = INTEGER_TYPES + FLOAT_TYPES
+# Every way in which a product is formed: container and what activations become before integer weights.
+PRODUCTS = [(name, "int8") for name in TYPES] + [(name, "bf16") for name in INTEGER_TYPES]
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 70)
 MAX_ROWS = max(ROW_COUNTS)
 NO_KV = KVShape(1, 1, 16, 16, 1)
@@ -31,8 +33,17 @@ def pool(threads: int):
     return native.Pool(threads)
 
 
-def backend(isa: str, threads: int, kv: KVShape = NO_KV, max_rows: int = MAX_ROWS) -> CPUBackend:
-    return CPUBackend(kv, max_rows=max_rows, threads=threads, variant=isa, pool=pool(threads))
+def backend(
+    isa: str, threads: int, kv: KVShape = NO_KV, max_rows: int = MAX_ROWS, activations="int8"
+) -> CPUBackend:
+    return CPUBackend(
+        kv,
+        max_rows=max_rows,
+        threads=threads,
+        activations=activations,
+        variant=isa,
+        pool=pool(threads),
+    )
 
 
 def rows_step(num_rows: int, token_ids=None, logit_rows=()) -> Step:

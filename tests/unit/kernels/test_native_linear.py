@@ -12,6 +12,7 @@ from native_ops import (
     ISAS,
     MAX_ROWS,
     NO_KV,
+    PRODUCTS,
     ROW_COUNTS,
     THREADS,
     TYPES,
@@ -36,6 +37,7 @@ every_row_count = pytest.mark.parametrize(
     ],
 )
 every_type = pytest.mark.parametrize("type_name", TYPES)
+every_product = pytest.mark.parametrize(("type_name", "activations"), PRODUCTS)
 every_isa = pytest.mark.parametrize("isa", ISAS)
 
 
@@ -49,23 +51,23 @@ def shapes(type_name):
 
 
 @cache
-def residual_case(type_name, outputs, columns):
+def residual_case(type_name, activations, outputs, columns):
     """(weight, a, x, expected) of linear_residual over MAX_ROWS rows."""
     weight = weights(type_name, outputs, columns, seed=outputs)
     a = hostile_rows(MAX_ROWS, columns, seed=columns)
     x = np.random.default_rng(1).normal(size=(MAX_ROWS, outputs)).astype(np.float32)
-    reference = ReferenceBackend(NO_KV)
+    reference = ReferenceBackend(NO_KV, activations=activations)
     return weight, a, x, reference.linear_residual(a, reference.matrix(weight), x)
 
 
 @every_row_count
 @every_isa
-@every_type
-def test_linear_residual(type_name, isa, row_counts):
+@every_product
+def test_linear_residual(type_name, activations, isa, row_counts):
     for outputs, columns in shapes(type_name):
-        weight, a, x, expected = residual_case(type_name, outputs, columns)
+        weight, a, x, expected = residual_case(type_name, activations, outputs, columns)
         for threads in THREADS:
-            native = backend(isa, threads)
+            native = backend(isa, threads, activations=activations)
             source, target = native.plan.buffer(columns), native.plan.buffer(outputs)
             native.linear_residual(source, native.matrix(weight), target)
             for rows in row_counts:
@@ -77,12 +79,12 @@ def test_linear_residual(type_name, isa, row_counts):
 
 
 @every_isa
-@every_type
-def test_rows_that_outgrow_the_cache(type_name, isa):
+@every_product
+def test_rows_that_outgrow_the_cache(type_name, activations, isa):
     """Wide rows are multiplied in several passes over the panels; the passes change no bit."""
-    weight, a, x, expected = residual_case(type_name, 21, 4096)
+    weight, a, x, expected = residual_case(type_name, activations, 21, 4096)
     for threads in THREADS:
-        native = backend(isa, threads)
+        native = backend(isa, threads, activations=activations)
         source, target = native.plan.buffer(4096), native.plan.buffer(21)
         native.linear_residual(source, native.matrix(weight), target)
         for rows in (15, 16, 17, 33, 40, 70):
@@ -126,14 +128,14 @@ MIXES = [
 
 
 @cache
-def norm_linear_case(mix, with_biases):
+def norm_linear_case(mix, activations, with_biases):
     columns = 256
     random = np.random.default_rng(2)
     matrices = [weights(t, n, columns, seed=n) for t, n in zip(mix, (37, 5, 18))]
     biases = [random.normal(size=w.shape[0]).astype(np.float32) for w in matrices]
     norm = random.normal(1, 0.5, columns).astype(np.float32)
     x = hostile_rows(MAX_ROWS, columns, seed=3)
-    reference = ReferenceBackend(NO_KV)
+    reference = ReferenceBackend(NO_KV, activations=activations)
     handles = [reference.matrix(weight) for weight in matrices]
     expected = reference.norm_linear(x, norm, EPS, handles, biases if with_biases else None)
     return matrices, biases if with_biases else None, norm, x, expected
@@ -141,12 +143,13 @@ def norm_linear_case(mix, with_biases):
 
 @pytest.mark.parametrize("with_biases", [False, True], ids=["plain", "biases"])
 @every_isa
+@pytest.mark.parametrize("activations", ["int8", "bf16"])
 @pytest.mark.parametrize("mix", MIXES, ids="-".join)
-def test_norm_linear(mix, isa, with_biases):
+def test_norm_linear(mix, activations, isa, with_biases):
     """Several matrices of different containers on the same normed rows, side by side."""
-    matrices, biases, norm, x, expected = norm_linear_case(mix, with_biases)
+    matrices, biases, norm, x, expected = norm_linear_case(mix, activations, with_biases)
     for threads in THREADS:
-        native = backend(isa, threads)
+        native = backend(isa, threads, activations=activations)
         source = native.plan.buffer(x.shape[1])
         handles = [native.matrix(weight) for weight in matrices]
         vectors = None if biases is None else [native.vector(vector(b)) for b in biases]
@@ -177,14 +180,14 @@ def test_norm_sums_in_cuts(isa, width):
 
 
 @cache
-def gated_case(type_name):
+def gated_case(type_name, activations):
     columns, hidden = (256, 256) if type_name.endswith("K") else (64, 96)
     gate, up = (weights(type_name, hidden, columns, seed) for seed in (5, 6))
     down = weights(type_name, columns, hidden, seed=7)
     random = np.random.default_rng(8)
     norm = random.normal(1, 0.5, columns).astype(np.float32)
     x = hostile_rows(MAX_ROWS, columns, seed=9)
-    reference = ReferenceBackend(NO_KV)
+    reference = ReferenceBackend(NO_KV, activations=activations)
     handles = [reference.matrix(weight) for weight in (gate, up, down)]
     plain = reference.gated_mlp(x, norm, EPS, *handles)
     gemma3 = reference.gated_mlp(x, norm, EPS, *handles, "gelu_tanh", norm[::-1])
@@ -193,13 +196,13 @@ def gated_case(type_name):
 
 @every_row_count
 @every_isa
-@every_type
-def test_gated_mlp(type_name, isa, row_counts):
-    matrices, norm, x, plain, gemma3 = gated_case(type_name)
+@every_product
+def test_gated_mlp(type_name, activations, isa, row_counts):
+    matrices, norm, x, plain, gemma3 = gated_case(type_name, activations)
     for threads in THREADS:
         post_norm = ("gelu_tanh", vector(norm[::-1].copy()))
         for expected, settings in ((plain, ()), (gemma3, post_norm)):
-            native = backend(isa, threads)
+            native = backend(isa, threads, activations=activations)
             source = native.plan.buffer(x.shape[1])
             handles = [native.matrix(weight) for weight in matrices]
             settings = [native.vector(s) if isinstance(s, RawTensor) else s for s in settings]
@@ -269,20 +272,20 @@ def test_embed(type_name, isa):
 
 
 @every_isa
-@every_type
-def test_logits(type_name, isa):
+@every_product
+def test_logits(type_name, activations, isa):
     """Norm and output matrix for any subset of rows, over more rows than one tile of logits holds."""
     columns = 256
     output = weights(type_name, 37, columns, seed=14)
     norm = np.random.default_rng(15).normal(1, 0.5, columns).astype(np.float32)
     x = hostile_rows(MAX_ROWS, columns, seed=16)
-    reference = ReferenceBackend(NO_KV)
+    reference = ReferenceBackend(NO_KV, activations=activations)
     reference.begin(rows_step(MAX_ROWS, logit_rows=range(MAX_ROWS)))
     reference.logits(x, norm, EPS, reference.matrix(output))
     expected = reference._logits
     wanted = [[0], [69], range(1, 32), range(32), range(33), range(0, 70, 3), range(70)]
     for threads in THREADS:
-        native = backend(isa, threads)
+        native = backend(isa, threads, activations=activations)
         source = native.plan.buffer(columns)
         native.logits(source, native.vector(vector(norm)), EPS, native.matrix(output))
         for rows in wanted:

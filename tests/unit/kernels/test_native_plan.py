@@ -108,6 +108,11 @@ def test_a_row_order_outside_the_matrix_is_refused(order):
         native.pack(pool(1), native.Arena(), "F32", data, 1, np.array(order, np.int32))
 
 
+def test_unknown_activations_are_refused():
+    with pytest.raises(ValueError, match="int4"):
+        native.pack(pool(1), native.Arena(), "F32", np.zeros((1, 4), np.uint8), 1, None, "int4")
+
+
 def test_geometry_that_pages_cannot_have_is_refused():
     with pytest.raises(ValueError, match="head_dim 24"):
         native.Pages(1, 1, 24, 16, 1)

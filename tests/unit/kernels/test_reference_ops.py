@@ -71,15 +71,45 @@ def test_integer_product(type_name):
     assert (np.abs(product - exact) <= 1.01 * limit[:, np.newaxis]).all()
 
 
+def slow_grouped_product(a, weights):
+    """bf16 activations on one row: docs/NUMERICS.md, read aloud."""
+    a = math.round_bf16(a)
+    sums = math.row_sum(a.reshape(-1, 32))
+    outputs = []
+    for row in range(len(weights.levels)):
+        acc = 0.0
+        for group in range(len(weights.scales[row])):
+            columns = range(group * weights.group, (group + 1) * weights.group)
+            levels = [int(weights.levels[row, k]) - weights.zero for k in columns]
+            partial = slow_dot(list(zip(levels, a[columns.start : columns.stop])), 0.0)
+            acc = rational.fma(partial, weights.scales[row, group], acc)
+            if weights.minima is not None:
+                acc = rational.fma(weights.minima[row, group], sums[columns[0] // 32], acc)
+        outputs.append(acc)
+    return outputs
+
+
+@pytest.mark.parametrize("type_name", INTEGER_TYPES)
+def test_product_with_bf16_activations(type_name):
+    weights = unpack(random_blocks(type_name, 7, 512))
+    a = extreme_rows(512)
+    product = reference_exact.pack(weights, "bf16").product(a)
+    assert rational.same(product, [slow_grouped_product(row, weights) for row in a])
+    exact = math.round_bf16(a).astype(np.float64) @ weights.dequantise().T.astype(np.float64)
+    limit = np.abs(a).max(axis=1) * np.abs(weights.dequantise()).sum(axis=1).max() * 2.0**-19
+    assert (np.abs(product - exact) <= limit[:, np.newaxis]).all()
+
+
+@pytest.mark.parametrize("activations", ["int8", "bf16"])
 @pytest.mark.parametrize("type_name", INTEGER_TYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_broken_activation_breaks_its_row_alone(type_name, bad):
-    weights = reference_exact.IntegerMatrix(unpack(random_blocks(type_name, 7, 512)))
+def test_a_broken_activation_breaks_its_row_alone(type_name, bad, activations):
+    weights = reference_exact.pack(unpack(random_blocks(type_name, 7, 512)), activations)
     a = extreme_rows(512)
     sick = a.copy()
     sick[2, 300] = bad
     healthy, product = weights.product(a), weights.product(sick)
-    assert np.isnan(product[2]).all()
+    assert not np.isfinite(product[2]).any()
     others = [0, 1, 3, 4]
     assert np.array_equal(product[others].view(np.uint32), healthy[others].view(np.uint32))
 
@@ -112,9 +142,14 @@ def test_float_products(width):
 
 def test_tiles_change_no_bit(monkeypatch):
     a = np.random.default_rng(3).normal(size=(70, 64)).astype(np.float32)
-    for type_name in ("Q4_1", "BF16", "F16"):
+    for type_name, activations in (
+        ("Q4_1", "int8"),
+        ("Q4_1", "bf16"),
+        ("BF16", "int8"),
+        ("F16", "int8"),
+    ):
         values = np.random.default_rng(4).normal(size=(50, 64))
-        matrix = reference_exact.pack(unpack(tiny_llama.raw(values, type_name)))
+        matrix = reference_exact.pack(unpack(tiny_llama.raw(values, type_name)), activations)
         whole = matrix.product(a)
         with monkeypatch.context() as patch:
             patch.setattr(reference_exact, "TILE_TERMS", 3000)

@@ -84,6 +84,7 @@ def pack(
         NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
     ]
     | None,
+    activations: str = "int8",
 ) -> Matrix: ...
 def vector(
     arena: Arena,

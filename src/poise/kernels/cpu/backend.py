@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.config import Activations
 from poise.kernels.cpu import isa, native
 from poise.kernels.cpu.recorded import RecordedOperation
 from poise.kernels.ops import LOGIT_TILE, Activation, KVShape, RopeTable, Step
@@ -28,9 +29,11 @@ class CPUBackend:
         *,
         max_rows: int,
         threads: int,
+        activations: Activations = "int8",
         variant: str | None = None,
         pool: native.Pool | None = None,
     ) -> None:
+        self._activations = activations
         self.variant = variant or isa()
         self.pool = pool or native.Pool(threads)
         self.arena = native.Arena()
@@ -63,7 +66,13 @@ class CPUBackend:
     def matrix(self, tensor: RawTensor) -> object:
         """Packs a matrix on all workers. Raises ValueError where the type has no container."""
         return native.pack(
-            self.pool, self.arena, tensor.type, tensor.data, tensor.shape[1], tensor.row_order
+            self.pool,
+            self.arena,
+            tensor.type,
+            tensor.data,
+            tensor.shape[1],
+            tensor.row_order,
+            self._activations,
         )
 
     def vector(self, tensor: RawTensor) -> object:

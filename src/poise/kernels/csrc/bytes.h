@@ -57,6 +57,12 @@ POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*
         unrolled<ROWS>([&](auto r) POISE_INLINE { acc[r][0] = dot4(acc[r][0], w[0][FIRST + j], q + r * 32 + 4 * (FIRST + j)); });
     });
 }
+// Byte K of quad j less ZERO, of all 16 outputs; `w` holds the quads of each column vector.
+template <int K, int ZERO> inline F32 levels(const Quads (*w)[8], int j) {
+    const I32 u = {_mm512_and_si512(_mm512_srli_epi32(w[0][j].v, 8 * K), _mm512_set1_epi32(255))};
+    return to_float(u - set1_i(ZERO));
+}
+inline F32 join(const ColF* c) { return c[0]; }
 constexpr bool SIGNED_BYTES = false;  // i8: u = w + 128 is used as it is
 constexpr int DOT_ROWS = 4;           // rows whose dots are interleaved
 inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
@@ -139,6 +145,16 @@ POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*
         });
     }
 }
+template <int K, int ZERO> inline __m256 levels_256(__m256i quad) {
+    __m256i u = K == 0 ? quad : _mm256_srli_epi32(quad, 8 * K);
+    if constexpr (K < 3) u = _mm256_and_si256(u, _mm256_set1_epi32(255));
+    if constexpr (ZERO != 0) u = _mm256_sub_epi32(u, _mm256_set1_epi32(ZERO));
+    return _mm256_cvtepi32_ps(u);
+}
+template <int K, int ZERO> inline F32 levels(const Quads (*w)[8], int j) {
+    return {levels_256<K, ZERO>(w[0][j].v), levels_256<K, ZERO>(w[1][j].v)};
+}
+inline F32 join(const ColF* c) { return {c[0].v, c[1].v}; }
 constexpr bool SIGNED_BYTES = true;
 constexpr int DOT_ROWS = 4;
 inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
@@ -179,6 +195,12 @@ POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*
             for (int n = 0; n < 16; n++)
                 for (int i = 0; i < 4; i++) acc[r][0].v[n] += (int32_t)w[0][j].v[n * 4 + i] * q[r * 32 + 4 * j + i];
 }
+template <int K, int ZERO> inline F32 levels(const Quads (*w)[8], int j) {
+    F32 r;
+    for (int n = 0; n < 16; n++) r.v[n] = (float)(w[0][j].v[n * 4 + K] - ZERO);
+    return r;
+}
+inline F32 join(const ColF* c) { return c[0]; }
 constexpr bool SIGNED_BYTES = false;
 constexpr int DOT_ROWS = 1;
 inline void prefetch(const uint8_t*) {}
@@ -198,6 +220,26 @@ inline F32 dot_pair(F32 acc, Pairs w, const FloatPair* pair) {
 inline F32 dot_pair(F32 acc, Pairs w, const uint32_t* pair) {
     const FloatPair wide = widen(*pair);
     return dot_pair(acc, w, &wide);
+}
+#endif
+
+// Pairs widened to f32: for one row of bf16 activations after the other, the odd element first, then the even one.
+struct WidePairs { F32 even, odd; };
+inline F32 dot_pair(F32 acc, WidePairs w, const uint32_t* pair) {
+    const I32 both = set1_i((int32_t)*pair);
+    return fma(w.even, from_bits(shift_left<16>(both)), fma(w.odd, from_bits(both & set1_i((int32_t)0xffff0000)), acc));
+}
+
+constexpr int PARTS = 16 / COLUMNS;  // column vectors in a panel
+
+// Pair I (k = 2I, 2I + 1) of a group of 32 weights less their zero point: small integers, exact in bf16.
+template <int I, int ZERO> inline WidePairs pair_of(const Quads (*w)[8], WidePairs*) {
+    return {levels<I % 2 * 2, ZERO>(w, I / 2), levels<I % 2 * 2 + 1, ZERO>(w, I / 2)};
+}
+#if defined(POISE_AVX512)
+template <int I, int ZERO> inline Pairs pair_of(const Quads (*w)[8], Pairs*) {
+    const WidePairs wide = pair_of<I, ZERO>(w, (WidePairs*)nullptr);
+    return {(shift_right<16>(bits(wide.even)) | (bits(wide.odd) & set1_i((int32_t)0xffff0000))).v};
 }
 #endif
 

@@ -20,8 +20,8 @@ namespace poise {
 
 enum Format : int { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16, F16, F32_, NUM_FORMATS };
 
-// How activations are prepared for a format.
-enum Form : int { INT8_FORM, BF16_FORM, F32_FORM, NUM_FORMS };
+// How activations are prepared: by default as FORMATS says; BF16_GROUPS_FORM takes bf16 activations to integer weights.
+enum Form : int { INT8_FORM, BF16_FORM, F32_FORM, BF16_GROUPS_FORM, NUM_FORMS };
 
 struct FormatInfo {
     const char* name;
@@ -48,6 +48,7 @@ constexpr FormatInfo FORMATS[NUM_FORMATS] = {
 
 struct Matrix {
     Format format;
+    Form form;
     int rows, cols;      // N outputs, K inputs
     int panels;          // of 16 outputs; the last may be partly padding
     size_t panel_bytes;
@@ -67,13 +68,16 @@ constexpr size_t panel_bytes(Format format, int cols) {
 
 // Prepared activations lie tile by tile; a tile of height h (rows, some of them padding) is, per group of 32 for int8:
 //   h × 32 int8 q | h f32 d | h f32 d·S | h int32 −8·S | h int32 −8·S(k 0…15) | h int32 −8·S(k 16…31)
-// for bf16, per pair: h × 2 bf16; for f32, per element: h f32.
+// for bf16, per pair: h × 2 bf16; for f32, per element: h f32; for bf16 in groups, per group of 32:
+//   16 pairs of h × 2 bf16 | h f32 sum of the group
 constexpr int INT8_GROUP_BYTES = 32 + 20;
+constexpr int BF16_GROUP_BYTES = 64 + 4;
 
 constexpr size_t prepared_row_bytes(Form form, int cols) {
     switch (form) {
         case INT8_FORM: return (size_t)(cols / 32) * INT8_GROUP_BYTES;
         case BF16_FORM: return (size_t)((cols + 1) / 2) * 4;
+        case BF16_GROUPS_FORM: return (size_t)(cols / 32) * BF16_GROUP_BYTES;
         default: return (size_t)cols * 4;
     }
 }

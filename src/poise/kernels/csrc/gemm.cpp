@@ -145,6 +145,102 @@ template <Format F, int MR> void integer_tile(const uint8_t* panel, int cols, co
     }
 }
 
+// bf16 activations on integer weights: docs/NUMERICS.md, bf16 activations. `W` is how pairs of weights meet the dot.
+struct GroupScales { F32 scale, second, minimum; };
+
+template <Format F> POISE_INLINE inline GroupScales group_scales(const uint8_t* p, const uint8_t* super) {
+    ColF scale[PARTS], second[PARTS], minimum[PARTS];
+    for (int v = 0; v < PARTS; v++) {
+        second[v] = minimum[v] = set_columns(0.0f);
+        Group<F>::scales(p, super, v * COLUMNS, scale[v], second[v], minimum[v]);
+    }
+    return {join(scale), join(second), join(minimum)};
+}
+
+// One group of a single row: each pair of weights is used as it is unpacked.
+template <Format F, class W> POISE_INLINE inline F32 row_of_pairs(const Quads (*q)[8], const GroupScales& scales, const uint8_t* tile, F32 acc) {
+    using G = Group<F>;
+    F32 partial = zero();
+    unrolled<16>([&](auto i) POISE_INLINE {
+        if constexpr (G::HALVES && i == 8) {
+            acc = fma(partial, scales.scale, acc);
+            partial = zero();
+        }
+        partial = dot_pair(partial, pair_of<i, G::ZERO>(q, (W*)nullptr), (const uint32_t*)tile + i);
+    });
+    acc = fma(partial, G::HALVES ? scales.second : scales.scale, acc);
+    if constexpr (G::HAS_MINIMUM) acc = fma(scales.minimum, set1(*(const float*)(tile + 64)), acc);
+    return acc;
+}
+
+// One group of ROWS rows from row m of a tile, whose sums are in `out`.
+template <Format F, int ROWS, class W>
+POISE_INLINE inline void rows_of_pairs(const W* w, const GroupScales& scales, const uint8_t* tile, int height, int m, float* out) {
+    using G = Group<F>;
+    constexpr int HALF = G::HALVES ? 8 : 16;
+    const auto* pairs = (const uint32_t*)tile + m;
+    const auto* sums = (const float*)(tile + 64 * height) + m;
+    for (int half = 0; half < 16; half += HALF) {
+        F32 partial[ROWS];
+        unrolled<ROWS>([&](auto r) POISE_INLINE { partial[r] = zero(); });
+        for (int i = half; i < half + HALF; i++) {
+            const W x = w[i];
+            unrolled<ROWS>([&](auto r) POISE_INLINE { partial[r] = dot_pair(partial[r], x, pairs + i * height + r); });
+        }
+        unrolled<ROWS>([&](auto r) POISE_INLINE {
+            float* y = out + 16 * (m + r);
+            F32 acc = fma(partial[r], half ? scales.second : scales.scale, load(y));
+            if constexpr (G::HAS_MINIMUM) acc = fma(scales.minimum, set1(sums[r]), acc);
+            store(y, acc);
+        });
+    }
+}
+
+template <Format F, class W, int ROWS> void pairs_tile(const uint8_t* panel, int cols, const uint8_t* tile, int height, float* out) {
+    using G = Group<F>;
+    F32 single = zero();
+    for (int m = 0; m < height; m++) store(out + 16 * m, zero());
+    const uint8_t* super = panel;
+    for (int g = 0; g < cols / 32; g++, panel += G::BYTES, tile += height * BF16_GROUP_BYTES) {
+        if (G::SUPER && g % 8 == 0) {
+            super = panel;
+            panel += G::SUPER;
+        }
+        for (int line = 0; line < G::BYTES; line += 64) prefetch(panel + PREFETCH + line);
+        Quads q[PARTS][8];
+        for (int v = 0; v < PARTS; v++) G::unpack(panel, v * COLUMNS, q[v]);
+        const GroupScales scales = group_scales<F>(panel, super);
+        if constexpr (ROWS == 1) {
+            single = row_of_pairs<F, W>(q, scales, tile, single);
+        } else {
+            W w[16];
+            unrolled<16>([&](auto i) POISE_INLINE { w[i] = pair_of<i, G::ZERO>(q, (W*)nullptr); });
+            for (int m = 0; m < height; m += ROWS) rows_of_pairs<F, ROWS>(w, scales, tile, height, m, out);
+        }
+    }
+    if constexpr (ROWS == 1) store(out, single);
+}
+
+template <Format F, class W> void pairs_tile_of(const uint8_t* panel, int cols, const uint8_t* tile, int height, float* out) {
+    if (height == 1) return pairs_tile<F, W, 1>(panel, cols, tile, height, out);
+    if (height == 2) return pairs_tile<F, W, 2>(panel, cols, tile, height, out);
+    return pairs_tile<F, W, 4>(panel, cols, tile, height, out);
+}
+
+template <class W> void bf16_groups(const Matrix& w, int p, const uint8_t* tile, int height, float* out) {
+    const uint8_t* panel = w.panel(p);
+    switch (w.format) {
+        case Q4_0: return pairs_tile_of<Q4_0, W>(panel, w.cols, tile, height, out);
+        case Q4_1: return pairs_tile_of<Q4_1, W>(panel, w.cols, tile, height, out);
+        case Q5_0: return pairs_tile_of<Q5_0, W>(panel, w.cols, tile, height, out);
+        case Q5_1: return pairs_tile_of<Q5_1, W>(panel, w.cols, tile, height, out);
+        case Q8_0: return pairs_tile_of<Q8_0, W>(panel, w.cols, tile, height, out);
+        case Q4_K: return pairs_tile_of<Q4_K, W>(panel, w.cols, tile, height, out);
+        case Q5_K: return pairs_tile_of<Q5_K, W>(panel, w.cols, tile, height, out);
+        default: return pairs_tile_of<Q6_K, W>(panel, w.cols, tile, height, out);
+    }
+}
+
 template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
     F32 acc[MR];
     for (int m = 0; m < MR; m++) acc[m] = zero();
@@ -234,6 +330,12 @@ template <Format F> void dequantize(const Matrix& w, int row, float* out) {
 }  // namespace
 
 void gemm(const Matrix& w, int panel, const uint8_t* tile, int height, float* out) {
+    if (w.form == BF16_GROUPS_FORM) {
+#if defined(POISE_AVX512)
+        if (use_dot_bf16) return bf16_groups<Pairs>(w, panel, tile, height, out);
+#endif
+        return bf16_groups<WidePairs>(w, panel, tile, height, out);
+    }
     switch (height) {
         case 1: return tile_of<1>(w, panel, tile, out);
         case 2: return tile_of<2>(w, panel, tile, out);

@@ -55,8 +55,9 @@ Format format_of(const std::string& name) {
 
 // Packs a stored matrix, panel by panel, on all workers.
 std::shared_ptr<PackedMatrix> pack(std::shared_ptr<Pool> pool, std::shared_ptr<Arena> arena, const std::string& type, Array2<uint8_t> data, int cols,
-                                   std::optional<Array1<int32_t>> row_order) {
+                                   std::optional<Array1<int32_t>> row_order, const std::string& activations) {
     const Format format = format_of(type);
+    if (activations != "int8" && activations != "bf16") throw std::invalid_argument("unknown activations " + activations + ": int8 or bf16");
     const FormatInfo& info = FORMATS[format];
     const int rows = (int)data.shape(0);
     if (cols < 1 || rows < 1 || cols % info.block || data.shape(1) != (size_t)(cols / info.block) * info.block_bytes)
@@ -69,7 +70,8 @@ std::shared_ptr<PackedMatrix> pack(std::shared_ptr<Pool> pool, std::shared_ptr<A
     const size_t bytes = panel_bytes(format, cols);
     uint8_t* out = arena->allocate(bytes * panels);
     packed->arena = std::move(arena);
-    packed->matrix = {format, rows, cols, panels, bytes, out};
+    const Form form = info.form == INT8_FORM && activations == "bf16" ? BF16_GROUPS_FORM : info.form;
+    packed->matrix = {format, form, rows, cols, panels, bytes, out};
     {
         nb::gil_scoped_release release;
         std::atomic<int> next{0};
@@ -158,7 +160,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("type", [](const PackedMatrix& w) { return FORMATS[w.matrix.format].name; })
         .def_prop_ro("nbytes", [](const PackedMatrix& w) { return w.matrix.panel_bytes * w.matrix.panels; });
     nb::class_<Vector>(m, "Vector").def_prop_ro("size", [](const Vector& v) { return v.size; });
-    m.def("pack", &pack, "pool"_a, "arena"_a, "type"_a, "data"_a, "cols"_a, "row_order"_a.none());
+    m.def("pack", &pack, "pool"_a, "arena"_a, "type"_a, "data"_a, "cols"_a, "row_order"_a.none(), "activations"_a = "int8");
     m.def("vector", &vector_of, "arena"_a, "values"_a);
 
     nb::class_<Pages>(m, "Pages")

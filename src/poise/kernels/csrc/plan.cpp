@@ -35,7 +35,7 @@ int Plan::buffer(int width) {
 }
 
 void Plan::reserve(const Matrix& weight) {
-    const Form form = FORMATS[weight.format].form;
+    const Form form = weight.form;
     prepared_row_[form] = std::max(prepared_row_[form], prepared_row_bytes(form, weight.cols));
     widest_ = std::max(widest_, weight.cols);
     ready_ = false;
@@ -302,7 +302,7 @@ template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f) {
 void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk) {
     const int cols = weights[0].cols, full = kernels_->max_tile;
     bool wanted[NUM_FORMS] = {};
-    for (const auto& w : weights) wanted[FORMATS[w.format].form] = true;
+    for (const auto& w : weights) wanted[w.form] = true;
     phase(walk, num_rows, chunk_of(num_rows, 1), [&](Range mine) {
         for (int r = mine.begin; r < mine.end; r++) {
             const int begin = r / full * full, height = tile_height(num_rows - begin, full);
@@ -324,7 +324,7 @@ void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::ve
 
 void Plan::multiply_panels(const Matrix& w, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width) {
     const int full = kernels_->max_tile;
-    const Form form = FORMATS[w.format].form;
+    const Form form = w.form;
     const size_t row_bytes = prepared_row_bytes(form, w.cols);
     const int rows_in_cache = std::max(1, (int)(CHUNK_BYTES / (row_bytes * full))) * full;
     alignas(64) float acc[MAX_TILE * 16];
@@ -370,7 +370,7 @@ void Plan::gate_up(const Operation& op, Range panels, int num_rows, float* out) 
     const Matrix &gate = op.weights[0], &up = op.weights[1];
     const auto activate = op.gelu ? kernels_->gelu_mul : kernels_->silu_mul;
     const int full = kernels_->max_tile;
-    const Form gate_form = FORMATS[gate.format].form, up_form = FORMATS[up.format].form;
+    const Form gate_form = gate.form, up_form = up.form;
     const size_t gate_row = prepared_row_bytes(gate_form, gate.cols), up_row = prepared_row_bytes(up_form, up.cols);
     const int rows_in_cache = std::max(1, (int)(CHUNK_BYTES / (gate_row * full))) * full;
     alignas(64) float g[MAX_TILE * 16], u[MAX_TILE * 16], h[16];

@@ -47,6 +47,14 @@ void quantize_group(const float* x, int8_t* q, float& d, int32_t& first, int32_t
     second = sum16(q + 16);
 }
 
+// 32 activations in bf16; returns their sum.
+float round_group(const float* x, uint16_t* out) {
+    const I32 a = to_bf16(load(x)), b = to_bf16(load(x + 16));
+    store_low_u16(out, a);
+    store_low_u16(out + 16, b);
+    return fold_sum((zero() + from_bits(shift_left<16>(a))) + from_bits(shift_left<16>(b)));
+}
+
 }  // namespace
 
 void prepare_row(Form form, const float* x, int cols, uint8_t* tile, int height, int index) {
@@ -76,6 +84,15 @@ void prepare_row(Form form, const float* x, int cols, uint8_t* tile, int height,
                 out[0] = t[j];
                 out[1] = j + 1 < count ? t[j + 1] : 0;
             }
+        }
+    } else if (form == BF16_GROUPS_FORM) {
+        for (int g = 0; g < cols / 32; g++, tile += height * BF16_GROUP_BYTES) {
+            auto* pairs = (uint32_t*)tile + index;
+            uint32_t t[16] = {};
+            float sum = 0.0f;
+            if (x) sum = round_group(x + g * 32, (uint16_t*)t);
+            for (int i = 0; i < 16; i++) pairs[i * height] = t[i];
+            memcpy(tile + height * 64 + index * 4, &sum, 4);
         }
     } else {
         float* out = (float*)tile + index;
