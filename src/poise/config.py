@@ -163,7 +163,7 @@ class ComputeConfig:
         "Worker threads. Answers are the same bytes for any number.",
         "physical cores within the affinity mask and the cgroup quota",
     )  # fmt: skip
-    activations: Activations = setting(
+    activations: Literal["int8", "bf16"] = setting(
         "int8", "activations", one_of("int8", "bf16"),
         "What activations are rounded to before they meet integer weights: int8 (in groups of 32) or bf16.",
         "the fastest; bf16 is closer to the unrounded model",

@@ -70,6 +70,7 @@ def test_each_flag_has_an_environment_twin_and_a_key(
     text = {
         "block-size": "64",
         "log-format": "json",
+        "activations": "bf16",
         "gpu-memory-utilization": "0.5",
         "offline": "true",
         "load-format": "dummy:Q4_0",
@@ -90,6 +91,7 @@ def test_each_flag_has_an_environment_twin_and_a_key(
     [
         ("block-size", "17", "expected 16, 32 or 64"),
         ("block-size", True, "expected 16, 32 or 64"),
+        ("activations", "int4", "expected int8 or bf16"),
         ("max-num-seqs", "0", "from 1 to"),
         ("max-num-seqs", "many", "expected a whole number"),
         ("max-num-seqs", 1.5, "expected a whole number"),

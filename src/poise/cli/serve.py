@@ -131,12 +131,13 @@ def start_lines(info: EngineInfo, settings: Settings, url: str) -> list[str]:
     chat = min(CHAT_TOKENS, info.max_model_len)
     num_chats = info.kv_capacity_tokens // chat
     threads = int(details["threads"])
+    rounding = ", bf16 activations" if details["activations"] == "bf16" else ""
     lines = {
         "model": f"{info.model}, {details['format']}, {binary_size(int(details['weight_bytes']))}",
         "context": f"{info.max_model_len:,} tokens",
         "KV cache": f"{binary_size(int(details['kv_bytes']))} ({details['kv_reason']})",
         "": f"{info.kv_capacity_tokens:,} tokens: {num_chats:,} chats of {chat:,}",
-        "compute": f"{threads} thread{'s' if threads != 1 else ''}, {details['isa']}",
+        "compute": f"{threads} thread{'s' if threads != 1 else ''}, {details['isa']}{rounding}",
         "serving": f"{url}/v1",
     }
     return [f"{key:<12} {value}" for key, value in lines.items()] + [curl_line(info, settings, url)]

@@ -87,11 +87,9 @@ void prepare_row(Form form, const float* x, int cols, uint8_t* tile, int height,
         }
     } else if (form == BF16_GROUPS_FORM) {
         for (int g = 0; g < cols / 32; g++, tile += height * BF16_GROUP_BYTES) {
-            auto* pairs = (uint32_t*)tile + index;
-            uint32_t t[16] = {};
-            float sum = 0.0f;
-            if (x) sum = round_group(x + g * 32, (uint16_t*)t);
-            for (int i = 0; i < 16; i++) pairs[i * height] = t[i];
+            uint16_t t[32] = {};
+            const float sum = x ? round_group(x + g * 32, t) : 0.0f;
+            for (int i = 0; i < 16; i++) memcpy(tile + (i * height + index) * 4, t + i * 2, 4);
             memcpy(tile + height * 64 + index * 4, &sum, 4);
         }
     } else {
