@@ -131,7 +131,7 @@ def start_lines(info: EngineInfo, settings: Settings, url: str) -> list[str]:
     chat = min(CHAT_TOKENS, info.max_model_len)
     num_chats = info.kv_capacity_tokens // chat
     threads = int(details["threads"])
-    rounding = ", bf16 activations" if details["activations"] == "bf16" else ""
+    rounding = ", bf16 activations" if settings.compute.activations == "bf16" else ""
     lines = {
         "model": f"{info.model}, {details['format']}, {binary_size(int(details['weight_bytes']))}",
         "context": f"{info.max_model_len:,} tokens",

@@ -22,7 +22,6 @@ DETAILS = {
     "kv_reason": "as asked",
     "threads": "2",
     "isa": "avx2",
-    "activations": "bf16",
 }
 INFO = EngineInfo("it's", 8192, 49152, 65_000, "fp", DETAILS)
 
@@ -35,7 +34,7 @@ def test_at_most_twelve_lines_that_say_what_is_served() -> None:
         "it's",
         "GGUF Q4_1, 92.0 MiB",
         "1.00 GiB (as asked)",
-        "2 threads, avx2, bf16 activations",
+        "2 threads, avx2",
         "8,192",
         "65,000 tokens: 31 chats of 2,048",
         ":8000/v1",
