@@ -143,6 +143,7 @@ class LoadClient:
         self._fill(row, exchange, answer, complete=failure is None)
         if failure is not None:
             self._broken(row, answer, failure)
+        answer.exchange = None  # each held the other
         if isinstance(failure, asyncio.CancelledError):
             raise failure
 
@@ -193,6 +194,8 @@ class LoadClient:
             reason = _connection_error(error)
         else:
             return exchange.status, answer.body()
+        finally:
+            answer.exchange = None
         raise ServerError(f"{self._target.info().base_url}: {reason}")
 
 

@@ -328,16 +328,16 @@ class Run:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Keeps the garbage collector from walking the schedule while requests are being timed."""
+    """No garbage collection while requests are being timed: one walk over what a load leaves behind takes tens of milliseconds.
+
+    A request leaves no reference cycles, so that its memory is given back without it.
+    """
     gc.collect()
-    gc.freeze()
-    threshold = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 100)
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*threshold)
-        gc.unfreeze()
+        gc.enable()
 
 
 async def reach(target: Target) -> Target:

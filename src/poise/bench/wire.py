@@ -98,6 +98,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         exchange, self._exchange, self._transport = self._exchange, None, None
+        self._parser = None  # it holds the connection
         if exchange is None:
             return
         if exchange.head_at is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from poise.bench.lengths import Constant
 from poise.bench.record import ClientOptions, RequestRow, RunRecord, read_rows, read_run
 from poise.bench.runner import Progress, Run, RunSettings, reach, run_schedule
 from poise.bench.schedule import Schedule
+from poise.bench.wire import Connection, Exchange
 from poise.bench.workloads import RandomTokens, draw_schedule
 from poise.cli.main import run as poise
 
@@ -382,3 +384,17 @@ def test_wrong_use_is_one_line(
     assert complaint in shown.err
     assert shown.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_what_a_request_used_goes_without_the_garbage_collector(reuse: bool) -> None:
+    """The collector stands still during a run."""
+    threshold = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with serving(tokens) as server:
+            execute(server, closed(20), reuse_connections=reuse)
+        left = [item for item in gc.get_objects() if isinstance(item, Exchange | Connection)]
+    finally:
+        gc.set_threshold(*threshold)
+    assert len(left) <= 2
