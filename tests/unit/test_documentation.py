@@ -18,7 +18,7 @@ DOCUMENTS = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-VERB_FLAGS = {"config", "explain", "json", "chat", "seed", "help", "version"}
+VERB_FLAGS = {"config", "explain", "json", "chat", "seed", "help", "version", "inject", "hardware"}
 
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
