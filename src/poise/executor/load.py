@@ -52,6 +52,23 @@ class LoadedExecutor:
         return self.kv_cache.block_size
 
 
+def identity_of(model_digest: str, compute: ComputeConfig) -> bytes:
+    """Everything that an answer's bytes depend on: the file and the arithmetic."""
+    return "|".join(
+        [
+            model_digest,
+            f"activations={compute.activations}.{ACTIVATIONS_VERSIONS[compute.activations]}",
+            "kv=bf16",
+            f"numerics={NUMERICS_VERSION}",
+        ]
+    ).encode()
+
+
+def fingerprint_of(identity: bytes) -> str:
+    """12 hex digits: equal fingerprint, equal bytes."""
+    return hashlib.sha256(identity).hexdigest()[:12]
+
+
 def load_executor(
     checkpoint: Checkpoint, cache: CacheConfig, scheduler: SchedulerConfig, compute: ComputeConfig
 ) -> LoadedExecutor:
@@ -98,14 +115,7 @@ def load_executor(
         block_size=cache.block_size,
         num_groups=shape.num_groups,
     )
-    identity = "|".join(
-        [
-            checkpoint.digest(),
-            f"activations={compute.activations}.{ACTIVATIONS_VERSIONS[compute.activations]}",
-            "kv=bf16",
-            f"numerics={NUMERICS_VERSION}",
-        ]
-    ).encode()
+    identity = identity_of(checkpoint.digest(), compute)
     runner = ModelRunner(backend, batch)
     return LoadedExecutor(
         executor=runner,
@@ -113,7 +123,7 @@ def load_executor(
         kv_cache=kv_cache,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
-        fingerprint=hashlib.sha256(identity).hexdigest()[:12],
+        fingerprint=fingerprint_of(identity),
         cache_identity=identity,
         details={
             "isa": backend.variant,

@@ -94,7 +94,7 @@ def _record(
     texts: list[TextQuality],
     max_kl: float | None,
 ) -> QualityRecord:
-    setting = (loaded.details.get("activations", "int8"), loaded.details["kv_dtype"])
+    setting = (loaded.details["activations"], loaded.details["kv_dtype"])
     if max_kl is None and checkpoint.name == TARGETS_FOR:
         max_kl = KL_TARGETS.get(setting)
     environment = environment_report()

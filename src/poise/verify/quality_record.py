@@ -1,8 +1,8 @@
 """What a measurement of quality leaves behind, and where `poise serve --explain` looks for it.
 
-Knows no numbers' meaning beyond their targets, and imports no arrays. A record speaks for a model file (its digest), a
-setting of the arithmetic and a numerics version: equal ones compute equal bytes, so they have equal quality. Records lie in
-`records` beside this package (shipped) and in the same folder of POISE_HOME (made here), which is asked first.
+Knows no numbers' meaning beyond their targets, and imports no arrays. A record speaks for a fingerprint (model file,
+setting of the arithmetic, numerics version): equal ones compute equal bytes, so they have equal quality. Records lie in
+`records` beside this module (shipped) and in the same folder of POISE_HOME (made here), which is asked first.
 """
 
 from __future__ import annotations
@@ -72,11 +72,6 @@ class QualityRecord(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[str]
 
     @property
-    def default_activations(self) -> str:
-        """What the engine takes for this file unless told otherwise."""
-        return "int8" if self.format.rpartition(" ")[2].startswith("Q") else "bf16"
-
-    @property
     def file_name(self) -> str:
         return f"quality-{self.model}-{self.activations}-kv-{self.kv_cache_dtype}.json"
 
@@ -117,23 +112,15 @@ def own_folder() -> Path:
     return poise_home() / "records"
 
 
-def find_record(
-    model_digest: str, activations: str, kv_cache_dtype: str, numerics: int
-) -> tuple[QualityRecord, Path] | None:
-    """The record that speaks for this model, setting ("auto" is what the file's weights ask for) and numerics version."""
-    for record, path in _records():
-        asked = record.default_activations if activations == "auto" else activations
-        key = (record.model_digest, record.activations, record.kv_cache_dtype, record.numerics)
-        if key == (model_digest, asked, kv_cache_dtype, numerics):
-            return record, path
-    return None
+def find_record(fingerprint: str) -> tuple[QualityRecord, Path] | None:
+    """The record of a model and arithmetic, and its file."""
+    return next((item for item in _records() if item[0].fingerprint == fingerprint), None)
 
 
 def evidence(settings: Settings) -> str | None:
     """One line on the quality of a model under these settings, from its record; no file is hashed for it."""
-    from poise.executor.load import NUMERICS_VERSION
+    from poise.executor.load import fingerprint_of, identity_of
 
-    values = settings.values()
     model = settings.source.model
     if model in REGISTRY:
         digest: str | None = REGISTRY[model].sha256
@@ -141,12 +128,7 @@ def evidence(settings: Settings) -> str | None:
         digest = known_digest(Path(model).expanduser())
     if digest is None:
         return None
-    found = find_record(
-        digest,
-        str(values.get("activations", "auto")),
-        str(values.get("kv-cache-dtype", "bf16")),
-        NUMERICS_VERSION,
-    )
+    found = find_record(fingerprint_of(identity_of(digest, settings.compute)))
     if found is None:
         return None
     record, path = found

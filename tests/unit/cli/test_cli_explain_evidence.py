@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from poise.cli.explain import optimisation_table
-from poise.config import resolve
-from poise.executor.load import NUMERICS_VERSION
+from poise.config import ComputeConfig, resolve
+from poise.executor.load import fingerprint_of, identity_of
 from poise.verify.quality_record import Figure, QualityRecord, TextQuality, own_folder, save
 from poise.weights.cache import file_digest
 
@@ -44,8 +44,8 @@ def test_a_record_is_the_evidence(
         activations="int8",
         kv_cache_dtype="bf16",
         poise="0.1.0",
-        numerics=NUMERICS_VERSION,
-        fingerprint="0123456789ab",
+        numerics=1,
+        fingerprint=fingerprint_of(identity_of(file_digest(model), ComputeConfig())),
         isa="baseline",
         python="3.11.0",
         made="2026-01-01T00:00:00+00:00",

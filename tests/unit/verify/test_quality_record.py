@@ -73,14 +73,12 @@ def test_targets_bind_judged_texts_only() -> None:
     assert failures([text(kl=1, change=0.02, agreement=0.9, judged=False)], 0.0033) == []
 
 
-def test_a_record_speaks_for_its_model_setting_and_numerics() -> None:
+def test_a_record_speaks_for_its_fingerprint() -> None:
     made = record()
     save(made, own_folder() / made.file_name)
-    found = find_record("d" * 64, "int8", "bf16", 1)
+    found = find_record(made.fingerprint)
     assert found == (made, own_folder() / "quality-tiny-int8-kv-bf16.json")
-    for key in (("e" * 64, "int8", "bf16", 1), ("d" * 64, "bf16", "bf16", 1)):
-        assert find_record(*key) is None
-    assert find_record("d" * 64, "int8", "bf16", 2) is None
+    assert find_record("ba9876543210") is None
 
 
 def test_what_is_no_record_is_passed_over(home: Path) -> None:
@@ -88,7 +86,7 @@ def test_what_is_no_record_is_passed_over(home: Path) -> None:
     save(made, own_folder() / "quality-z.json")
     (home / "records" / "quality-a.json").write_text("{}")
     (home / "records" / "quality-b.json").write_text("not JSON")
-    assert find_record("d" * 64, "int8", "bf16", 1) == (made, home / "records" / "quality-z.json")
+    assert find_record(made.fingerprint) == (made, home / "records" / "quality-z.json")
 
 
 def test_shipped_records_can_be_read_and_met_their_targets() -> None:
