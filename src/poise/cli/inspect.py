@@ -89,6 +89,7 @@ def memory_budget(checkpoint: Checkpoint) -> Report:
     layers = memory.KVLayers.of(checkpoint.config)
     memory.add_weights_figure(budget, checkpoint.weight_bytes(), "as stored")
     memory.add_token_figure(budget, layers)
+    memory.add_sequence_figure(budget, layers, 1000, "kv_bytes_per_1k_tokens")
     memory.add_sequence_figure(budget, layers, checkpoint.config.max_position_embeddings)
     return budget
 

@@ -155,10 +155,12 @@ def add_weights_figure(report: Report, num_bytes: int, equation: str) -> None:
     report.add("weight_bytes", "weights", num_bytes, Unit.BYTES, equation)
 
 
-def add_sequence_figure(report: Report, layers: KVLayers, num_tokens: int) -> None:
-    """The line that `poise inspect` shows too, for the model's whole context."""
+def add_sequence_figure(
+    report: Report, layers: KVLayers, num_tokens: int, name: str = "kv_bytes_per_sequence"
+) -> None:
+    """The line that `poise inspect` shows too, for 1,000 tokens and for the model's whole context."""
     report.add(
-        "kv_bytes_per_sequence", f"KV of {num_tokens:,} tokens",
+        name, f"KV of {num_tokens:,} tokens",
         _exact(layers.sequence_bytes(num_tokens)), Unit.BYTES_PER_SEQUENCE,
         f"{number(layers.layer_token_bytes)} B/token · Σ over layers of min(tokens, window)"
         if any(window is not None for window in layers.windows)
