@@ -134,7 +134,7 @@ def evidence(settings: Settings) -> str | None:
     record, path = found
     figures = ", ".join(f"{text.kl.value:.4f} {text.name}" for text in record.texts if text.judged)
     verdict = f", which misses a target: {record.failures[0]}" if record.failures else ""
-    return f"KL {figures}{verdict} (record {path})"
+    return f"KL {figures}{verdict} (record {path.name})"
 
 
 def _records() -> Iterator[tuple[QualityRecord, Path]]:
