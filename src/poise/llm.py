@@ -63,6 +63,7 @@ class LLM:
         seed: int | None = None,
         served_model_name: str | None = None,
         offline: bool = False,
+        load_format: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = _SCHEDULER.max_num_seqs,
         max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens,
@@ -76,7 +77,7 @@ class LLM:
 
         console = Console(stderr=True) if sys.stderr.isatty() else None
         engine = build_engine(
-            ModelSource(model, served_model_name, offline),
+            ModelSource(model, served_model_name, offline, load_format),
             CacheConfig(block_size, kv_cache_memory_bytes, enable_prefix_caching),
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
             ComputeConfig(threads, activations),

@@ -14,6 +14,7 @@ from poise.core.sampling_params import SamplingParams
 from poise.engine.build import build_engine
 from poise.engine.client import EngineRequest
 from poise.errors import ConfigError
+from poise.llm import LLM
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.dequantize import GGML_TYPES
 from poise.weights.dummy_checkpoint import byte_tokenizer, dummy_checkpoint
@@ -70,6 +71,14 @@ def test_a_config_runs_in_any_container(tmp_path: Path, container: str) -> None:
         assert all(0 <= token < 300 for token in token_ids)
     finally:
         engine.close()
+
+
+def test_the_offline_api_takes_the_format(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, TinyModel(vocab_size=300))
+    with LLM(str(folder), load_format="dummy", threads=1, kv_cache_memory_bytes=2**20) as llm:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        [output] = llm.generate(["hello"], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
 
 
 def test_the_same_name_gives_the_same_bytes(tmp_path: Path) -> None:
