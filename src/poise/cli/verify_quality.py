@@ -12,6 +12,7 @@ import click
 from poise.cli.options import model_argument, settings_options
 from poise.config import CacheConfig, ComputeConfig, ModelSource, Settings
 from poise.machine import default_threads
+from poise.verify.quality_record import JUDGED, NUM_WINDOWS, encode, own_folder, save
 
 if TYPE_CHECKING:
     from poise.verify.quality_record import Figure, QualityRecord
@@ -24,7 +25,7 @@ TEXT_NAMES = ("prose", "code", "dialogue")
 @settings_options(ModelSource, CacheConfig, ComputeConfig)
 @click.option("--text", "names", multiple=True, type=click.Choice(TEXT_NAMES),
               help="Measure on this text only; may be given again. [default: all]")  # fmt: skip
-@click.option("--windows", type=click.IntRange(1), default=24, show_default=True,
+@click.option("--windows", type=click.IntRange(1), default=NUM_WINDOWS, show_default=True,
               help="Windows of 512 tokens per text, of which the second half is scored.")  # fmt: skip
 @click.option("--max-kl", type=click.FloatRange(min=0, min_open=True),
               help="Largest mean KL divergence on prose and code. [default: the named model's target]")  # fmt: skip
@@ -45,13 +46,14 @@ def command(
     the weights in float32: four bytes each. The record is kept for `poise serve --explain`. Exit status 1 if a target is
     missed.
     """
+    if max_kl is not None and names and not set(names) & set(JUDGED):
+        raise click.UsageError(f"--max-kl judges {' and '.join(JUDGED)} only; give one as --text")
     # Read when numpy is first imported: more threads than cores make its small products ten times slower.
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", str(settings.compute.threads or default_threads())
     )
     from poise.engine.build import open_source
     from poise.verify.quality import measure_quality
-    from poise.verify.quality_record import own_folder, save
     from poise.verify.quality_texts import read_text
 
     record = measure_quality(
@@ -63,15 +65,15 @@ def command(
         max_kl=max_kl,
         progress=_progress,
     )
-    kept = own_folder() / record.file_name
+    kept = own_folder() / record.file_name if record.is_evidence else None
     for path in (kept, out):
         if path is not None:
             save(record, path)
     if as_json:
-        click.echo((out or kept).read_text(encoding="utf-8"), nl=False)
+        click.echo(encode(record))
     else:
         _print_table(record)
-        click.echo(f"record: {kept}")
+        click.echo(f"record: {kept or 'not kept, for a part of the texts is no evidence'}")
     return 1 if record.failures else 0
 
 

@@ -21,6 +21,8 @@ from poise.weights.cache import known_digest, poise_home
 
 SHIPPED = Path(__file__).parent / "records"
 
+JUDGED = ("prose", "code")  # the texts that targets bind; others are reported
+NUM_WINDOWS = 24  # of each text, in a whole run
 # Of the mean KL divergence, in nats, on the judged texts of smollm2-135m, by activations and KV type.
 KL_TARGETS = {("int8", "bf16"): 0.0033, ("bf16", "bf16"): 0.0003, ("int8", "int8"): 0.005}
 TARGETS_FOR = "smollm2-135m"
@@ -72,6 +74,12 @@ class QualityRecord(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[str]
 
     @property
+    def is_evidence(self) -> bool:
+        """Whether it measured enough to speak for a setting: every judged text, in the windows of a whole run."""
+        counts = {text.name: text.num_windows for text in self.texts if text.judged}
+        return set(counts) == set(JUDGED) and min(counts.values()) >= NUM_WINDOWS
+
+    @property
     def file_name(self) -> str:
         return f"quality-{self.model}-{self.activations}-kv-{self.kv_cache_dtype}.json"
 
@@ -97,12 +105,16 @@ def failures(texts: list[TextQuality], kl_target: float | None) -> list[str]:
     return lines
 
 
+def encode(record: QualityRecord) -> str:
+    """The record as JSON for people."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+
+
 def save(record: QualityRecord, path: Path) -> None:
-    """Writes the record as JSON. Raises PoiseError naming the file."""
-    text = msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+    """Writes the record. Raises PoiseError naming the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text)
+        path.write_text(encode(record) + "\n", encoding="utf-8")
     except OSError as error:
         raise PoiseError(f"{path} can't be written: {error.strerror or error}") from None
 

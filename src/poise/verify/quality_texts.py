@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.tokenizer.tokenizer import Tokenizer
+from poise.verify.quality_record import JUDGED
 
 WINDOW = 512  # tokens
 FIRST_SCORED = WINDOW // 2  # the first half is context only
@@ -52,18 +53,13 @@ def _dialogue() -> str:
     return Path(__file__).with_name("quality_dialogue.txt").read_text("utf-8")
 
 
-_TEXTS: dict[str, tuple[Callable[[], str], bool]] = {
-    "prose": (_prose, True),
-    "code": (_code, True),
-    "dialogue": (_dialogue, False),
-}
+_TEXTS: dict[str, Callable[[], str]] = {"prose": _prose, "code": _code, "dialogue": _dialogue}
 TEXT_NAMES = tuple(_TEXTS)
 
 
 def read_text(name: str) -> Text:
     """The text of that name, one of TEXT_NAMES."""
-    read, judged = _TEXTS[name]
-    return Text(name, read(), judged)
+    return Text(name, _TEXTS[name](), name in JUDGED)
 
 
 def windows_of(text: Text, tokenizer: Tokenizer, num_windows: int) -> Windows:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from poise.verify.quality_record import (
     SHIPPED,
@@ -81,6 +82,13 @@ def test_a_record_speaks_for_its_fingerprint() -> None:
     assert find_record("ba9876543210") is None
 
 
+def test_a_part_of_the_texts_is_no_evidence() -> None:
+    whole = [replace(text(), name=name, num_windows=24) for name in ("prose", "code")]
+    assert record(texts=whole).is_evidence
+    assert not record(texts=whole[:1]).is_evidence
+    assert not record(texts=[whole[0], replace(whole[1], num_windows=4)]).is_evidence
+
+
 def test_what_is_no_record_is_passed_over(home: Path) -> None:
     made = record()
     save(made, own_folder() / "quality-z.json")
@@ -93,4 +101,5 @@ def test_shipped_records_can_be_read_and_met_their_targets() -> None:
     for path in SHIPPED.glob("*.json"):
         shipped = msgspec.json.decode(path.read_bytes(), type=QualityRecord)
         assert path.name == shipped.file_name
+        assert shipped.is_evidence
         assert shipped.failures == failures(shipped.texts, shipped.kl_target) == []
