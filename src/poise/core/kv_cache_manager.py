@@ -81,7 +81,7 @@ class KVCacheManager:
         first, partial = divmod(request.num_computed_tokens, size)
         if self._cache is None:
             return None
-        self._cache.extend_hashes(request.block_hashes, request.token_ids, request.cache_salt)
+        self._cache.extend_hashes(request.block_hashes, request.token_ids, request.owner.cache_salt)
         if partial or request.needs_prompt_logprobs:
             return None
         last = (request.num_tokens - 1) // size
@@ -223,7 +223,9 @@ class KVCacheManager:
         first = request.num_computed_tokens // size
         last = (request.num_computed_tokens + num_tokens) // size
         if first != last:
-            self._cache.extend_hashes(request.block_hashes, request.token_ids, request.cache_salt)
+            self._cache.extend_hashes(
+                request.block_hashes, request.token_ids, request.owner.cache_salt
+            )
             hashes = request.block_hashes
             self._claims.release(hashes[first:last], request.request_id)
             pending = self._pending.setdefault(request.request_id, [])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from poise.core.output import EngineSampling
+from poise.core.tenant import DEFAULT_TENANT_NAME, ServiceClass
 
 
 class RequestStatus(Enum):
@@ -23,6 +24,26 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOwner:
+    """Whose request this is and how urgent, as the edge has resolved it.
+
+    Lower `priority` goes first (vLLM's sign). `deadline` is the last instant, on the engine's clock, at
+    which the answer is of use. `cache_salt` decides with whom cached prefixes are shared; the
+    first `num_public_tokens` prompt tokens are a named public prefix, shared by all whatever the salt.
+    """
+
+    tenant: str = DEFAULT_TENANT_NAME
+    service_class: ServiceClass = "interactive"
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: bytes = b""
+    num_public_tokens: int = 0
+
+
+NO_OWNER = RequestOwner()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One choice on its way through the scheduler.
@@ -31,8 +52,8 @@ class Request:
                     | computed: KV in pages ... | still to compute  |
                     0                           num_computed_tokens num_tokens
 
-    Make it with `Request.create`. `request_id` is internal and never reused. `cache_salt` narrows
-    with whom the prefix is shared. `num_cached_tokens` are the prompt tokens taken from the prefix
+    Make it with `Request.create`. `request_id` is internal and never reused. `owner` says whose it is
+    and how urgent. `num_cached_tokens` are the prompt tokens taken from the prefix
     cache the first time through. Times are seconds on the scheduler's clock.
     """
 
@@ -42,7 +63,7 @@ class Request:
     sampling: EngineSampling
     max_tokens: int
     arrival_time: float
-    cache_salt: bytes = b""
+    owner: RequestOwner
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -67,11 +88,19 @@ class Request:
         sampling: EngineSampling,
         max_tokens: int,
         arrival_time: float,
-        cache_salt: bytes = b"",
+        owner: RequestOwner = NO_OWNER,
     ) -> Request:
         """A request that has just arrived. `max_tokens` is the resolved limit, at least 1."""
         tokens = list(prompt_token_ids)
-        return cls(request_id, tokens, len(tokens), sampling, max_tokens, arrival_time, cache_salt)
+        return cls(request_id, tokens, len(tokens), sampling, max_tokens, arrival_time, owner)
+
+    @property
+    def tenant(self) -> str:
+        return self.owner.tenant
+
+    @property
+    def priority(self) -> int:
+        return self.owner.priority
 
     @property
     def num_tokens(self) -> int:

@@ -11,17 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from poise.core.output import TokenLogprobs
+from poise.core.request import NO_OWNER, RequestOwner
 from poise.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt, parsed and checked. `params.n` choices are generated. `seed` is already drawn when the user gave none."""
+    """One prompt, parsed and checked. `params.n` choices are generated. `seed` is already drawn when the user gave none.
+
+    `owner.deadline`, if any, is on the engine's clock (`time.monotonic`).
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     seed: int
+    owner: RequestOwner = NO_OWNER
 
 
 @dataclass(frozen=True, slots=True)

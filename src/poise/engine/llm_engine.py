@@ -144,6 +144,7 @@ class LLMEngine:
                 sampling,
                 max_tokens,
                 arrival_time,
+                request.owner,
             )
             output = ChoiceOutput(sampling.choice, sampling.params, self.tokenizer)
             # Only the first can be refused: the choices are alike. Nothing of it stays behind then.

@@ -12,7 +12,7 @@ from poise.core.kv_cache_manager import KVCacheManager, PrefixHit
 from poise.core.output import EngineSampling, KVGroupSpec, ModelRunnerOutput, SchedulerOutput
 from poise.core.policy import FCFS, Policy
 from poise.core.prefix_cache import PrefixCache
-from poise.core.request import Request, finish_rule
+from poise.core.request import Request, RequestOwner, finish_rule
 from poise.core.sampling_params import SamplingParams
 from poise.core.scheduler import RequestUpdate, Scheduler
 
@@ -97,7 +97,12 @@ class Harness:
         **params: Any,
     ) -> Request:
         request = Request.create(
-            self.num_added, prompt, sampling(**params), max_tokens, self.clock.now(), salt
+            self.num_added,
+            prompt,
+            sampling(**params),
+            max_tokens,
+            self.clock.now(),
+            RequestOwner(cache_salt=salt),
         )
         self.scheduler.add(request)
         self.num_added += 1

@@ -11,13 +11,15 @@ from poise.core.block_pool import NULL_BLOCK_ID, BlockPool
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.output import KVGroupSpec
 from poise.core.prefix_cache import PrefillClaims, PrefixCache
-from poise.core.request import Request
+from poise.core.request import Request, RequestOwner
 
 
 def make_request(
     tokens: list[int], request_id: int = 0, salt: bytes = b"", **params: object
 ) -> Request:
-    return Request.create(request_id, tokens, sampling(**params), 1, 0.0, salt)
+    return Request.create(
+        request_id, tokens, sampling(**params), 1, 0.0, RequestOwner(cache_salt=salt)
+    )
 
 
 # --- the pool -------------------------------------------------------------------------------------
