@@ -20,6 +20,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from poise.errors import ConfigError
+from poise.server.door import Door
 from poise.server.http_protocol import BoundedHttpProtocol
 from poise.server.state import ServerState
 
@@ -71,13 +72,20 @@ def _why_not_bound(error: OSError, host: str, port: int) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our way to end; `serve` takes SIGTERM and Ctrl-C while it runs in the main thread."""
+    """uvicorn's server with our way to end; `serve` takes SIGTERM and Ctrl-C while it runs in the main thread.
+
+    It listens while the app is still being made (see `Door`).
+    """
 
     def __init__(
-        self, app: Starlette, shutdown_timeout: float, on_started: Callable[[], None] | None
+        self,
+        making: asyncio.Future[Starlette],
+        shutdown_timeout: float,
+        on_started: Callable[[], None] | None,
     ) -> None:
+        self._door = Door()
         config = uvicorn.Config(
-            app,
+            self._door,
             loop="uvloop",
             http=BoundedHttpProtocol,
             ws="none",
@@ -91,14 +99,33 @@ class Server(uvicorn.Server):
             backlog=BACKLOG,
         )
         super().__init__(config)
-        self._state: ServerState = app.state.server
+        self._making = making
         self._shutdown_timeout = shutdown_timeout
         self._on_started = on_started
+        making.add_done_callback(self._made)
+
+    @property
+    def _state(self) -> ServerState | None:
+        """The app's state, None while there is no app."""
+        app = self._door.app
+        state: ServerState | None = None if app is None else app.state.server
+        return state
+
+    def _made(self, making: asyncio.Future[Starlette]) -> None:
+        if making.cancelled() or making.exception() is not None:
+            self._door.give_up()
+            self.should_exit = True
+            return
+        self._door.open(making.result())
+        if self._on_started is not None:
+            self._on_started()
 
     def stop(self) -> None:
         """Begins the end; a second call ends it at once."""
         self.force_exit = self.should_exit
-        self._state.draining = True
+        self._making.cancel()
+        if self._state is not None:
+            self._state.draining = True
         self.should_exit = True
 
     @contextmanager
@@ -117,26 +144,25 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.stop()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self._on_started is not None:
-            self._on_started()
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """While answers finish we still listen, so that /ready and new requests read "draining"."""
-        self._state.draining = True
+        if self._state is not None:
+            await self._drain(self._state)
+        await super().shutdown(sockets)
+
+    async def _drain(self, state: ServerState) -> None:
+        state.draining = True
         deadline = asyncio.get_running_loop().time() + self._shutdown_timeout
-        while self._state.num_answering and not self.force_exit:
+        while state.num_answering and not self.force_exit:
             if asyncio.get_running_loop().time() >= deadline:
-                logger.warning("aborting %d answers", self._state.num_answering)
+                logger.warning("aborting %d answers", state.num_answering)
                 break
             await asyncio.sleep(0.05)
         try:
             async with asyncio.timeout(ENGINE_CLOSE_SECONDS):
-                await self._state.client.close()
+                await state.client.close()
         except TimeoutError:
             logger.error("the engine didn't close within %g s", ENGINE_CLOSE_SECONDS)
-        await super().shutdown(sockets)
 
 
 def run_server(
@@ -148,9 +174,9 @@ def run_server(
 ) -> None:
     """Makes the app on the server's event loop and serves until SIGTERM or Ctrl-C, then returns.
 
-    `make_app` may load a model first: a signal cancels it, an error of its own is raised from here. Answers get
-    `shutdown_timeout` seconds to finish, then end with finish reason abort; a second signal doesn't wait. `on_started`
-    is called once requests are being taken.
+    `make_app` may load a model first: /health and /ready are answered meanwhile, other requests wait for it, a signal cancels
+    it, an error of its own is raised from here. Answers get `shutdown_timeout` seconds to finish, then end with finish reason
+    abort; a second signal doesn't wait. `on_started` is called once the app is there.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(make_app, bound, shutdown_timeout, on_started))
@@ -162,18 +188,7 @@ async def _serve(
     shutdown_timeout: float,
     on_started: Callable[[], None] | None,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    making = asyncio.ensure_future(make_app())
-    for number in SIGNALS:
-        loop.add_signal_handler(number, making.cancel)
-    try:
-        app = await making
-    except asyncio.CancelledError:
-        bound.close()
-        if not making.cancelled():
-            raise
-        return
-    finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-    await Server(app, shutdown_timeout, on_started).serve(sockets=[bound])
+    making: asyncio.Future[Starlette] = asyncio.ensure_future(make_app())
+    await Server(making, shutdown_timeout, on_started).serve(sockets=[bound])
+    if making.done() and not making.cancelled() and (error := making.exception()) is not None:
+        raise error

@@ -25,8 +25,13 @@ from poise.server import bind_socket, run_server
 
 async def make_app():
     if "slow" in sys.argv:
-        print("loading", flush=True)
+        print(port, flush=True)
         await asyncio.sleep(60)
+    if "broken" in sys.argv:
+        raise RuntimeError("no such model")
+    if "late" in sys.argv:
+        print(port, flush=True)
+        await asyncio.sleep(1)
     engine = FakeEngine(pace=lambda: asyncio.sleep(0.02), max_model_len=9000)
     return fake_app(engine)
 
@@ -102,11 +107,39 @@ def test_a_second_signal_does_not_wait() -> None:
     finish(process)
 
 
-def test_a_signal_while_loading_ends_with_status_0() -> None:
-    process, line = start("0", "slow")
-    assert line == "loading"
+def get(port: str, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_a_server_that_loads_says_so_and_ends_with_status_0() -> None:
+    process, port = start("0", "slow")
+    assert get(port, "/health") == (200, '{"status":"alive"}')
+    status, body = get(port, "/ready")
+    assert status == 503
+    assert "loading" in body
     process.send_signal(signal.SIGTERM)
     finish(process)
+
+
+def test_a_request_that_comes_while_the_model_loads_is_served() -> None:
+    process, port = start("0", "late")
+    assert '"finish_reason":"length"' in open_stream(port, 3).read().decode()
+    assert get(port, "/ready")[0] == 200
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert out.endswith("ended\n")
+    assert process.returncode == 0
+
+
+def test_a_model_that_cannot_be_loaded_is_the_error_of_run_server() -> None:
+    process, line = start("0", "broken")
+    assert line == ""
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert err.rstrip().endswith("RuntimeError: no such model")
 
 
 def test_port_in_use_is_one_line() -> None:
