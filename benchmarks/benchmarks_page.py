@@ -1,6 +1,7 @@
 """Writes docs/BENCHMARKS.md from the records in docs/records/: `python benchmarks/benchmarks_page.py`.
 
-Knows the records of benchmarks/peers.py (peers-*.json) and of `poise bench compare` (compare-*.json). Invariant: the page says nothing
+Knows the records of benchmarks/peers.py (peers-*.json) and of `poise bench compare` (compare-*.json); `kernel_sections` knows
+those of the kernels. Invariant: the page says nothing
 that isn't in a record, and the same records give the same bytes; `--check` fails when the page is out of date.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+import kernel_sections
 from poise.bench.paired_runs import Comparison, read_comparison
 from poise.bench.workloads import OPEN_PRESET, PRESETS
 
@@ -67,6 +69,7 @@ def page(records: Path = RECORDS) -> str:
     if not peers and not comparisons:
         sections.append("There is no record yet.\n")
     sections += [peers_section(path) for path in peers]
+    sections += kernel_sections.sections(records)
     sections += [comparison_section(path, read_comparison(path)) for path in comparisons]
     return "\n".join(sections)
 

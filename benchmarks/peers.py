@@ -61,6 +61,21 @@ class PeersRecord(msgspec.Struct):
     schema: str = SCHEMA
 
 
+def server(text: str, arguments: argparse.Namespace) -> Contestant:
+    """The server meant by NAME, or by NAME@FILE where it shall read a file of its own under the same model name."""
+    name, _, path = text.partition("@")
+
+    def model_path(model: str) -> str:
+        return path or str(resolve_model(model, offline=True))
+
+    found = contestant(
+        name, model=arguments.model, threads=arguments.threads, model_path=model_path
+    )
+    if path:
+        found.name = f"{found.name} {Path(path).stem.rsplit('.')[-1]}"
+    return found
+
+
 def measure(
     contestants: list[Contestant], arguments: argparse.Namespace, record: PeersRecord
 ) -> None:
@@ -115,7 +130,9 @@ def main() -> int:
     """Runs, and writes the record whatever happens."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "server", nargs="+", help="poise, llama.cpp, openvino, vllm, a TOML file or an address"
+        "server",
+        nargs="+",
+        help="poise, llama.cpp, openvino, vllm, a TOML file or an address; NAME@FILE reads another file of the model",
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, help="default: physical cores")
@@ -143,15 +160,7 @@ def main() -> int:
         {},
     )
     try:
-        contestants = [
-            contestant(
-                text,
-                model=arguments.model,
-                threads=arguments.threads,
-                model_path=lambda name: str(resolve_model(name, offline=True)),
-            )
-            for text in arguments.server
-        ]
+        contestants = [server(text, arguments) for text in arguments.server]
         measure(contestants, arguments, record)
     except PoiseError as error:
         record.stopped = str(error)

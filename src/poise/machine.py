@@ -89,12 +89,15 @@ def available_memory_bytes(root: Path = ROOT) -> int | None:
 
 
 def cpu_model(root: Path = ROOT) -> str:
-    """The processor's name as the system tells it."""
+    """The processor's name as the system tells it, on x86 with family and model: virtual machines keep the name short."""
+    first: dict[str, str] = {}
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine()
+        first.setdefault(key.strip(), value.strip())
+    name = first.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in first and "model" in first:
+        return f"{name} (family {first['cpu family']}, model {first['model']})"
+    return name
 
 
 def cgroup_limits(root: Path = ROOT) -> CgroupLimits:

@@ -152,3 +152,14 @@ def test_this_host() -> None:
     assert 1 <= machine.default_threads() <= len(machine.allowed_cpus())
     available = machine.available_memory_bytes()
     assert available is None or available > 0
+
+
+def test_the_processor_is_named_with_family_and_model(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    cpuinfo = tmp_path / "proc" / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t: 1\n"
+    )
+    assert machine.cpu_model(tmp_path) == "AMD EPYC (family 25, model 17)"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Cortex\n")
+    assert machine.cpu_model(tmp_path) == "Cortex"
