@@ -145,6 +145,21 @@ POISE_INLINE inline void dot_group(const Quads (*w)[8], const int8_t* q, ColI (*
         });
     }
 }
+// The same for one row and the whole panel: quad j of column vector v is asked for where it is used, both nibbles of a line in turn.
+template <int BITS, int FIRST, int LAST, class Quad> POISE_INLINE inline void dot_row(Quad quad, const int8_t* q, ColI* acc) {
+    constexpr int COUNT = LAST - FIRST, RUN = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum[2];
+    unrolled<COUNT>([&](auto i) POISE_INLINE {
+        constexpr auto j = Index<(COUNT == 8 && BITS < 8) ? i / 2 + i % 2 * 4 : FIRST + i>{};
+        const __m256i b = broadcast_quad(q + 4 * j);
+        unrolled<2>([&](auto v) POISE_INLINE {
+            const __m256i product = multiply_pairs<BITS>(quad(j, v).v, b);
+            sum[v] = i % RUN == 0 ? product : _mm256_add_epi16(sum[v], product);
+            if constexpr (i % RUN == RUN - 1) acc[v].v = _mm256_add_epi32(acc[v].v, _mm256_madd_epi16(sum[v], ones));
+        });
+    });
+}
 template <int K, int ZERO> inline __m256 levels_256(__m256i quad) {
     __m256i u = K == 0 ? quad : _mm256_srli_epi32(quad, 8 * K);
     if constexpr (K < 3) u = _mm256_and_si256(u, _mm256_set1_epi32(255));

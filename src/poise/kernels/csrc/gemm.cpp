@@ -23,38 +23,21 @@ template <Format F> struct Group {
     static constexpr int ZERO = F == Q4_0 ? 8 : F == Q5_0 ? 16 : F == Q6_K ? 32 : F == Q8_0 ? 128 : 0;
     static constexpr int SCALES = F == Q8_0 ? 512 : F == Q6_K ? 384 : FIVE ? 320 : 256;
 
-    // The 8 quads of COLUMNS outputs, the first of which is `column`.
-    static inline void unpack(const uint8_t* p, int column, Quads w[8]) {
+    // Quad J of COLUMNS outputs, the first of which is `column`.
+    template <int J> static inline Quads quad(const uint8_t* p, int column) {
         p += column * 4;
-        if constexpr (F == Q8_0) {
-            for (int j = 0; j < 8; j++) w[j] = load_quads(p + 64 * j);
-            return;
-        }
-        for (int j = 0; j < 4; j++) {
-            const Quads packed = load_quads(p + 64 * j);
-            w[j] = low_nibbles(packed);
-            w[j + 4] = high_nibbles(packed);
-        }
-        if constexpr (FIVE) {
-            const Quads plane = load_quads(p + 256);
-            w[0] = w[0] | plane_bits<0, 1>(plane);
-            w[1] = w[1] | plane_bits<1, 1>(plane);
-            w[2] = w[2] | plane_bits<2, 1>(plane);
-            w[3] = w[3] | plane_bits<3, 1>(plane);
-            w[4] = w[4] | plane_bits<4, 1>(plane);
-            w[5] = w[5] | plane_bits<5, 1>(plane);
-            w[6] = w[6] | plane_bits<6, 1>(plane);
-            w[7] = w[7] | plane_bits<7, 1>(plane);
-        }
-        if constexpr (F == Q6_K) {
-            for (int t = 0; t < 2; t++) {
-                const Quads plane = load_quads(p + 256 + 64 * t);
-                w[4 * t] = w[4 * t] | plane_bits<0, 2>(plane);
-                w[4 * t + 1] = w[4 * t + 1] | plane_bits<2, 2>(plane);
-                w[4 * t + 2] = w[4 * t + 2] | plane_bits<4, 2>(plane);
-                w[4 * t + 3] = w[4 * t + 3] | plane_bits<6, 2>(plane);
-            }
-        }
+        if constexpr (F == Q8_0) return load_quads(p + 64 * J);
+        const Quads packed = load_quads(p + 64 * (J % 4));
+        Quads q;
+        if constexpr (J < 4) q = low_nibbles(packed);
+        else q = high_nibbles(packed);
+        if constexpr (FIVE) q = q | plane_bits<J, 1>(load_quads(p + 256));
+        if constexpr (F == Q6_K) q = q | plane_bits<J % 4 * 2, 2>(load_quads(p + 256 + 64 * (J / 4)));
+        return q;
+    }
+
+    static inline void unpack(const uint8_t* p, int column, Quads w[8]) {
+        unrolled<8>([&](auto j) POISE_INLINE { w[j] = quad<j>(p, column); });
     }
 
     // Scale and minimum of each output; `second` is the scale of k 16…31 where scales go by 16.
@@ -114,35 +97,82 @@ POISE_INLINE inline void rows_of_group(const Quads (*w)[8], const Scales<V>& sca
     });
 }
 
+#if defined(POISE_AVX2)
+// The sums of one group for a single row.
+template <Format F> POISE_INLINE inline void row_of_group(const uint8_t* p, const uint8_t* super, const uint8_t* tile, ColF* acc) {
+    using G = Group<F>;
+    const int8_t* q = (const int8_t*)tile;
+    const float* d = (const float*)(tile + 32);
+    const int32_t* s = (const int32_t*)(d + 2);
+    const auto quad = [p](auto j, auto v) POISE_INLINE { return G::template quad<j>(p, v * COLUMNS); };
+    ColI t[PARTS], u[PARTS];
+    unrolled<PARTS>([&](auto v) POISE_INLINE { t[v] = start<F>(s[G::HALVES ? 1 : 0]); });
+    if constexpr (G::HALVES) {
+        unrolled<PARTS>([&](auto v) POISE_INLINE { u[v] = start<F>(s[2]); });
+        dot_row<G::BITS, 0, 4>(quad, q, t);
+        dot_row<G::BITS, 4, 8>(quad, q, u);
+    } else {
+        dot_row<G::BITS, 0, 8>(quad, q, t);
+    }
+    const ColF dr = set_columns(d[0]), ds = set_columns(d[1]);
+    unrolled<PARTS>([&](auto v) POISE_INLINE {
+        ColF scale, second, minimum;
+        G::scales(p, super, v * COLUMNS, scale, second, minimum);
+        ColF sum = fma(to_float(t[v]), scale * dr, acc[v]);
+        if constexpr (G::HALVES) sum = fma(to_float(u[v]), second * dr, sum);
+        if constexpr (G::HAS_MINIMUM) sum = fma(minimum, ds, sum);
+        acc[v] = sum;
+    });
+}
+
+// A single row: the panel is read once, and each weight is used where it is unpacked.
+template <Format F> void integer_row(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
+    using G = Group<F>;
+    ColF acc[PARTS];
+    for (int v = 0; v < PARTS; v++) acc[v] = set_columns(0.0f);
+    const uint8_t* super = panel;
+    for (int g = 0; g < cols / 32; g++) {
+        if (G::SUPER && g % 8 == 0) {
+            super = panel;
+            panel += G::SUPER;
+        }
+        for (int line = 0; line < G::BYTES; line += 64) prefetch(panel + PREFETCH + line);
+        row_of_group<F>(panel, super, tile, acc);
+        panel += G::BYTES;
+        tile += INT8_GROUP_BYTES;
+    }
+    for (int v = 0; v < PARTS; v++) store(out + v * COLUMNS, acc[v]);
+}
+#endif
+
 template <Format F, int MR> void integer_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
+#if defined(POISE_AVX2)
+    if constexpr (MR == 1) return integer_row<F>(panel, cols, tile, out);
+#endif
     using G = Group<F>;
     constexpr int ROWS = MR < DOT_ROWS ? MR : DOT_ROWS;
-    constexpr int V = MR == 1 ? 1 : 16 / COLUMNS;  // several rows share each unpacked weight; a single one keeps half a panel in registers
-    for (int column = 0; column < 16; column += V * COLUMNS) {
-        ColF acc[MR][V];
-        for (int m = 0; m < MR; m++)
-            for (int v = 0; v < V; v++) acc[m][v] = set_columns(0.0f);
-        const uint8_t *p = panel, *super = panel, *rows = tile;
-        for (int g = 0; g < cols / 32; g++) {
-            if (G::SUPER && g % 8 == 0) {
-                super = p;
-                p += G::SUPER;
-            }
-            if (column == 0)
-                for (int line = 0; line < G::BYTES; line += 64) prefetch(p + PREFETCH + line);
-            Quads w[V][8];
-            Scales<V> scales;
-            for (int v = 0; v < V; v++) {
-                G::unpack(p, column + v * COLUMNS, w[v]);
-                G::scales(p, super, column + v * COLUMNS, scales.scale[v], scales.second[v], scales.minimum[v]);
-            }
-            for (int m = 0; m < MR; m += ROWS) rows_of_group<F, MR, ROWS, V>(w, scales, rows, m, acc + m);
-            p += G::BYTES;
-            rows += MR * INT8_GROUP_BYTES;
+    ColF acc[MR][PARTS];
+    for (int m = 0; m < MR; m++)
+        for (int v = 0; v < PARTS; v++) acc[m][v] = set_columns(0.0f);
+    const uint8_t* super = panel;
+    for (int g = 0; g < cols / 32; g++) {
+        if (G::SUPER && g % 8 == 0) {
+            super = panel;
+            panel += G::SUPER;
         }
-        for (int m = 0; m < MR; m++)
-            for (int v = 0; v < V; v++) store(out + 16 * m + column + v * COLUMNS, acc[m][v]);
+        for (int line = 0; line < G::BYTES; line += 64) prefetch(panel + PREFETCH + line);
+        Quads w[PARTS][8];
+        Scales<PARTS> scales;
+        for (int v = 0; v < PARTS; v++) {
+            G::unpack(panel, v * COLUMNS, w[v]);
+            G::scales(panel, super, v * COLUMNS, scales.scale[v], scales.second[v], scales.minimum[v]);
+        }
+        for (int m = 0; m < MR; m += ROWS) rows_of_group<F, MR, ROWS, PARTS>(w, scales, tile, m, acc + m);
+        panel += G::BYTES;
+        tile += MR * INT8_GROUP_BYTES;
     }
+    for (int m = 0; m < MR; m++)
+        for (int v = 0; v < PARTS; v++) store(out + 16 * m + v * COLUMNS, acc[m][v]);
 }
 
 // bf16 activations on integer weights: docs/NUMERICS.md, bf16 activations. `W` is how pairs of weights meet the dot.
