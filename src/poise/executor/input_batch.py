@@ -92,22 +92,26 @@ class InputBatch:
         most_blocks = 1
         for i, scheduled in enumerate(output.scheduled):
             state = self._states[scheduled.request_id]
-            end = row + scheduled.num_tokens
-            last = scheduled.start + scheduled.num_tokens
-            self._token_ids[row:end] = state.tokens[scheduled.start : last]
-            self._positions[row:end] = self._counting[scheduled.start : last]
+            start = scheduled.start
+            end, last = row + scheduled.num_tokens, start + scheduled.num_tokens
+            if last == start + 1:  # decoding: two numbers cost less than two slices
+                self._token_ids[row] = state.tokens[start]
+                self._positions[row] = start
+            else:
+                self._token_ids[row:end] = state.tokens[start:last]
+                self._positions[row:end] = self._counting[start:last]
             self._extend(state, scheduled)
             self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
             most_blocks = max(most_blocks, state.num_blocks)
             if state.prompt_logprobs is not None:
-                for position in range(scheduled.start, min(last, state.num_prompt - 1)):
+                for position in range(start, min(last, state.num_prompt - 1)):
                     fill_target(
                         self._rows,
                         len(logit_rows),
                         int(state.tokens[position + 1]),
                         state.prompt_logprobs,
                     )
-                    logit_indices.append(row + position - scheduled.start)
+                    logit_indices.append(row + position - start)
                     logit_rows.append(LogitRow(scheduled.request_id, False))
             if scheduled.samples:
                 state.sampling.fill(self._rows, len(logit_rows), state.tokens, state.num_known)
