@@ -29,6 +29,7 @@ from poise.config_values import (
 from poise.errors import ConfigError
 
 Activations = Literal["int8", "bf16"]
+KVCacheDtype = Literal["bf16", "int8"]
 
 NOT_FLAGS = ("POISE_HOME", "POISE_ISA")  # read where they matter, before any flag is known
 
