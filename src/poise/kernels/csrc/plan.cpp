@@ -21,7 +21,7 @@ int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(s
 
 size_t attention_scratch_floats(int head_dim) {
     const size_t state = 2 * MAX_UNITS + (size_t)MAX_UNITS * head_dim;
-    const size_t tiles = (2 + 4 * 2) * 16 * (size_t)head_dim;  // see attention.cpp, Scratch
+    const size_t tiles = (2 + 4 * 2) * 16 * (size_t)head_dim;  // see kv_tiles.h, Scratch
     return 2 * state + 2 * 6 * 64 + (size_t)MAX_UNITS * head_dim + (6 * 64 + tiles) / 2 + 16;
 }
 
