@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from rich.console import Console
 from rich.progress import Progress
@@ -70,6 +70,7 @@ class LLM:
         block_size: int = _CACHE.block_size,
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
+        kv_cache_dtype: Literal["bf16", "int8", "auto"] = "bf16",
         threads: int | None = None,
         activations: Activations = "int8",
     ) -> None:
@@ -78,7 +79,7 @@ class LLM:
         console = Console(stderr=True) if sys.stderr.isatty() else None
         engine = build_engine(
             ModelSource(model, served_model_name, offline, load_format),
-            CacheConfig(block_size, kv_cache_memory_bytes, enable_prefix_caching),
+            CacheConfig(block_size, kv_cache_memory_bytes, enable_prefix_caching, kv_cache_dtype),
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
             ComputeConfig(threads, activations),
             console=console,

@@ -105,4 +105,14 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
             "on for integer weights" if settings.compute.activations == "int8" else "off"
         ),
     ),
+    Optimisation(
+        name="int8 KV cache",
+        flag="--kv-cache-dtype",
+        kind="lossy",
+        check="poise verify quality --kv-cache-dtype int8",
+        experiment="many long conversations at once, with int8 and with bf16; compare how many run together and tokens per second",
+        way_back="--kv-cache-dtype bf16",
+        state=lambda settings: _on(settings.cache.kv_dtype == "int8"),
+        off={"kv-cache-dtype": "bf16"},
+    ),
 )

@@ -5,6 +5,7 @@ they are from the unrounded model.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,17 @@ GOLDENS = Path(__file__).parents[1] / "data" / "goldens.json"
 GOLDEN = json.loads(GOLDENS.read_text())["smollm2-135m"]["greedy"][0]
 IDS = GOLDEN["prompt_ids"] + GOLDEN["ids"]
 NUM_BLOCKS = 32
-SETTINGS = [{"activations": "int8"}, {"activations": "bf16"}]
+SETTINGS = [
+    {"activations": "int8"},
+    {"activations": "bf16"},
+    {"kv_dtype": "int8"},
+    {"activations": "bf16", "kv_dtype": "int8"},
+]
 every_setting = pytest.mark.parametrize(
     "setting", SETTINGS, ids=lambda s: " ".join(f"{k} {v}" for k, v in s.items())
 )
 # Mean KL divergence from the unrounded model over one answer, about twice what was measured.
-KL_LIMITS = {"int8": 0.006, "bf16": 0.0006}
+KL_LIMITS = (0.006, 0.0006, 0.01, 0.005)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +42,9 @@ def checkpoint(smollm2_path):
 def load(checkpoint, setting, threads=2, block_size=16) -> LoadedExecutor:
     return load_executor(
         checkpoint,
-        CacheConfig(block_size, memory_bytes=1 << 25),
+        CacheConfig(block_size, memory_bytes=1 << 25, dtype=setting.get("kv_dtype", "bf16")),
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
-        ComputeConfig(threads, **setting),
+        ComputeConfig(threads, setting.get("activations", "int8")),
     )
 
 
@@ -50,7 +56,8 @@ def logits(loaded, step) -> np.ndarray:
 
 @every_setting
 def test_a_row_equals_the_reference_in_all_bits(checkpoint, setting):
-    backend = ReferenceBackend(kv_shape(checkpoint.config, 64), **setting)
+    shape = replace(kv_shape(checkpoint.config, 64), dtype=setting.get("kv_dtype", "bf16"))
+    backend = ReferenceBackend(shape, activations=setting.get("activations", "int8"))
     loaded = load(checkpoint, setting)
     forward = build(backend, checkpoint)
     step = one_sequence(IDS[:2], wanted=[1], num_blocks=4)
@@ -78,10 +85,10 @@ def test_lossy_settings_stay_near_the_unrounded_model(checkpoint):
     """The mean KL divergence along a golden answer; bf16 activations lose far less than int8 ones."""
     backend = ReferenceBackend(kv_shape(checkpoint.config, NUM_BLOCKS * 16), "f32")
     exact = log_softmax(backend.run(one_sequence(IDS), build(backend, checkpoint)))
-    for setting in SETTINGS:
+    for setting, limit in zip(SETTINGS, KL_LIMITS, strict=True):
         ours = log_softmax(logits(load(checkpoint, setting), one_sequence(IDS)))
         divergence = (np.exp(exact) * (exact - ours)).sum(axis=1).mean()
-        assert 0 < divergence <= KL_LIMITS[setting["activations"]], setting
+        assert 0 < divergence <= limit, setting
 
 
 def test_each_setting_has_a_fingerprint_of_its_own(checkpoint):

@@ -71,6 +71,7 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "block-size": "64",
         "log-format": "json",
         "activations": "bf16",
+        "kv-cache-dtype": "int8",
         "gpu-memory-utilization": "0.5",
         "offline": "true",
         "load-format": "dummy:Q4_0",
@@ -92,6 +93,7 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         ("block-size", "17", "expected 16, 32 or 64"),
         ("block-size", True, "expected 16, 32 or 64"),
         ("activations", "int4", "expected int8 or bf16"),
+        ("kv-cache-dtype", "fp8", "'fp8' is not valid: expected bf16, int8 or auto"),
         ("max-num-seqs", "0", "from 1 to"),
         ("max-num-seqs", "many", "expected a whole number"),
         ("max-num-seqs", 1.5, "expected a whole number"),
@@ -221,6 +223,7 @@ def test_several_api_keys() -> None:
     [
         lambda: CacheConfig(block_size=17),
         lambda: CacheConfig(memory_bytes=-1),
+        lambda: CacheConfig(dtype="fp8"),  # type: ignore[arg-type]
         lambda: SchedulerConfig(max_num_seqs=0),
         lambda: SchedulerConfig(max_model_len=1),
         lambda: SchedulerConfig(max_num_seqs="4"),  # type: ignore[arg-type]
@@ -232,6 +235,11 @@ def test_several_api_keys() -> None:
 def test_the_dataclasses_refuse_what_their_flags_refuse(make: type) -> None:
     with pytest.raises(ConfigError, match="is not valid: expected"):
         make()
+
+
+def test_the_kv_type_that_auto_stands_for() -> None:
+    given = ({}, {"kv-cache-dtype": "auto"}, {"kv-cache-dtype": "int8"})
+    assert [resolve(flags, {}).cache.kv_dtype for flags in given] == ["bf16", "bf16", "int8"]
 
 
 def test_an_unknown_flag_names_the_nearest() -> None:

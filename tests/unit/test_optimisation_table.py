@@ -29,7 +29,9 @@ class TestEntry:
             assert (tool, first) == ("poise", "verify")
             assert checks_named(rest[1:])
         else:
-            assert entry.check == "poise verify quality"
+            assert entry.check.split(" --")[0] == "poise verify quality"
+            flags = [word.removeprefix("--") for word in rest if word.startswith("--")]
+            assert set(flags) <= set(flag_names())
 
     def test_the_way_back_switches_it_off(self, entry: Optimisation) -> None:
         if entry.off:

@@ -91,6 +91,12 @@ def memory_budget(checkpoint: Checkpoint) -> Report:
     memory.add_token_figure(budget, layers)
     memory.add_sequence_figure(budget, layers, 1000, "kv_bytes_per_1k_tokens")
     memory.add_sequence_figure(budget, layers, checkpoint.config.max_position_embeddings)
+    memory.add_token_figure(
+        budget,
+        memory.KVLayers.of(checkpoint.config, "int8"),
+        "kv_bytes_per_token_int8",
+        "KV of a token, int8",
+    )
     return budget
 
 

@@ -63,8 +63,8 @@ def command(
     from poise.planner.hardware import memory_bytes
     from poise.planner.inputs import num_bytes, whole
 
-    if kv_dtype not in planner.VALUE_BYTES:
-        known = ", ".join(planner.VALUE_BYTES)
+    if kv_dtype not in cost.KV_FORMATS:
+        known = ", ".join(cost.KV_FORMATS)
         raise ConfigError(f"--kv-dtype is {kv_dtype!r}: expected one of {known}")
     shape = {
         flag: None if text is None else whole(flag, text, 1, 1_000_000)

@@ -118,14 +118,13 @@ def _costs(
     experts: str | None,
     offline: bool,
 ) -> Costs:
-    from poise.models.cost import Experts
+    from poise.models.cost import KV_FORMATS, Experts
     from poise.planner.inputs import between, positive, several, whole
-    from poise.planner.memory import VALUE_BYTES
     from poise.planner.model import SHAPE_BITS, PlannedModel
     from poise.planner.roofline import BareWeights, ModelCosts
 
-    if kv_dtype not in VALUE_BYTES:
-        raise ConfigError(f"--kv-dtype is {kv_dtype!r}: expected one of {', '.join(VALUE_BYTES)}")
+    if kv_dtype not in KV_FORMATS:
+        raise ConfigError(f"--kv-dtype is {kv_dtype!r}: expected one of {', '.join(KV_FORMATS)}")
     bits = None if weight_bits is None else between("--weight-bits", weight_bits, 0.1, 64)
     if (model is None) == (parameters is None):
         raise ConfigError("give MODEL or --parameters, one of them")
@@ -144,7 +143,7 @@ def _costs(
         )
     elif bits is not None:
         planned = planned.with_bits(bits)
-    return ModelCosts(planned, VALUE_BYTES[kv_dtype])
+    return ModelCosts(planned, KV_FORMATS[kv_dtype])
 
 
 def _machines(

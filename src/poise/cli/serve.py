@@ -132,10 +132,11 @@ def start_lines(info: EngineInfo, settings: Settings, url: str) -> list[str]:
     num_chats = info.kv_capacity_tokens // chat
     threads = int(details["threads"])
     rounding = ", bf16 activations" if settings.compute.activations == "bf16" else ""
+    kept = ", int8" if settings.cache.kv_dtype == "int8" else ""
     lines = {
         "model": f"{info.model}, {details['format']}, {binary_size(int(details['weight_bytes']))}",
         "context": f"{info.max_model_len:,} tokens",
-        "KV cache": f"{binary_size(int(details['kv_bytes']))} ({details['kv_reason']})",
+        "KV cache": f"{binary_size(int(details['kv_bytes']))} ({details['kv_reason']}){kept}",
         "": f"{info.kv_capacity_tokens:,} tokens: {num_chats:,} chats of {chat:,}",
         "compute": f"{threads} thread{'s' if threads != 1 else ''}, {details['isa']}{rounding}",
         "serving": f"{url}/v1",

@@ -105,6 +105,7 @@ def assemble_engine(
         num_blocks=loaded.num_blocks,
         cache_config={
             "block_size": str(loaded.block_size),
+            "cache_dtype": cache.kv_dtype,
             "num_gpu_blocks": str(loaded.num_blocks),  # vLLM's word, also where there is no GPU
             "enable_prefix_caching": str(cache.enable_prefix_caching),
         },

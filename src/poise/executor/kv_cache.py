@@ -12,9 +12,14 @@ from poise.config import CacheConfig
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.errors import ConfigError
 from poise.models.config import ModelConfig
-from poise.models.cost import KVGroups, kv_groups, layer_windows
+from poise.models.cost import (
+    KV_FORMATS,
+    KVGroups,
+    kv_bytes_per_layer_token,
+    kv_groups,
+    layer_windows,
+)
 
-KV_BYTES = 2  # bf16
 SHARE_OF_MEMORY = 0.4  # of what cgroup and machine still allow, where no size was asked for
 
 
@@ -46,11 +51,6 @@ class KVCachePlan:
         return self.page_bytes * self.num_blocks
 
 
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """2 (K and V) · layers · KV heads · head_dim · bytes per value."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_BYTES
-
-
 def blocks_of_sequence(groups: KVGroups, num_tokens: int, max_chunk: int, block_size: int) -> int:
     """The most pages of all groups that a sequence of `num_tokens` holds at once."""
     manager = KVCacheManager(groups.specs, 1, block_size, None)
@@ -71,7 +71,7 @@ def plan_kv_cache(
     the second. Raises ConfigError where not even one page fits.
     """
     groups = kv_groups(layer_windows(config))
-    layer_bytes = kv_bytes_per_token(config) // config.num_layers
+    layer_bytes = int(kv_bytes_per_layer_token(config, KV_FORMATS[cache.kv_dtype]))
     page_bytes = layer_bytes * groups.layers_per_page * cache.block_size
     usable = max_num_seqs * blocks_of_sequence(groups, max_model_len, max_chunk, cache.block_size)
     if cache.memory_bytes is not None:

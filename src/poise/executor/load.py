@@ -9,7 +9,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from poise.config import Activations, CacheConfig, ComputeConfig, SchedulerConfig
+from poise.config import (
+    Activations,
+    CacheConfig,
+    ComputeConfig,
+    KVCacheDtype,
+    SchedulerConfig,
+)
 from poise.core.output import Executor, KVGroupSpec, WorkDone
 from poise.errors import ConfigError
 from poise.executor.input_batch import InputBatch
@@ -26,6 +32,7 @@ from poise.weights.checkpoint import Checkpoint
 NUMERICS_VERSION = 1
 # Formulas of docs/NUMERICS.md that a setting chooses between: each has a version of its own.
 ACTIVATIONS_VERSIONS: dict[Activations, int] = {"int8": 1, "bf16": 1}
+KV_FORMULAS: dict[KVCacheDtype, str] = {"bf16": "bf16", "int8": "int8.1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +59,13 @@ class LoadedExecutor:
         return self.kv_cache.block_size
 
 
-def identity_of(model_digest: str, compute: ComputeConfig) -> bytes:
+def identity_of(model_digest: str, compute: ComputeConfig, kv_dtype: KVCacheDtype) -> bytes:
     """Everything that an answer's bytes depend on: the file and the arithmetic."""
     return "|".join(
         [
             model_digest,
             f"activations={compute.activations}.{ACTIVATIONS_VERSIONS[compute.activations]}",
-            "kv=bf16",
+            f"kv={KV_FORMULAS[kv_dtype]}",
             f"numerics={NUMERICS_VERSION}",
         ]
     ).encode()
@@ -98,6 +105,7 @@ def load_executor(
         cache.block_size,
         kv_cache.num_blocks,
         kv_cache.groups.places,
+        cache.kv_dtype,
     )
     threads = compute.threads or default_threads()
     backend = CPUBackend(
@@ -115,7 +123,7 @@ def load_executor(
         block_size=cache.block_size,
         num_groups=shape.num_groups,
     )
-    identity = identity_of(checkpoint.digest(), compute)
+    identity = identity_of(checkpoint.digest(), compute, cache.kv_dtype)
     runner = ModelRunner(backend, batch)
     return LoadedExecutor(
         executor=runner,
@@ -132,7 +140,7 @@ def load_executor(
             "format": checkpoint.format,
             "weight_bytes": str(checkpoint.weight_bytes()),
             "packed_bytes": str(backend.arena.used_bytes),
-            "kv_dtype": "bf16",
+            "kv_dtype": cache.kv_dtype,
             "kv_bytes": str(kv_cache.num_bytes),
             "kv_tokens": str(kv_cache.num_tokens),
             "kv_reason": kv_cache.reason,

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.config import KVCacheDtype
 from poise.weights.checkpoint import RawTensor
 
 KEY_BLOCK = 64  # keys per softmax update
@@ -34,7 +35,7 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of one model: pages of `block_size` tokens × `num_layers` layers of one KV group (bf16).
+    """The KV of one model: pages of `block_size` tokens × `num_layers` layers of one KV group.
 
     `places` gives the KV group and the place in its pages of each layer of the model; empty: one group, layers in order.
     """
@@ -45,6 +46,7 @@ class KVShape:
     block_size: int
     num_blocks: int
     places: tuple[tuple[int, int], ...] = ()
+    dtype: KVCacheDtype = "bf16"
 
     @property
     def num_groups(self) -> int:
@@ -110,7 +112,7 @@ class Ops(Protocol):
         eps: float = 0.0,
         query_scale: float | None = None,
     ) -> Handle:
-        """Optional per-head norm, rope on q and k, K and V rounded to bf16 into the pages; returns q in bf16, times
+        """Optional per-head norm, rope on q and k, K and V rounded into the pages; returns q in bf16, times
         `query_scale` (None: head_dim^-1/2).
         """
         ...

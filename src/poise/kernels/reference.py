@@ -13,7 +13,7 @@ from typing import Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from poise.config import Activations
+from poise.config import Activations, KVCacheDtype
 from poise.kernels import reference_exact, reference_float
 from poise.kernels import reference_math as math
 from poise.kernels.ops import Activation, KVShape, Ops, RopeTable, Step
@@ -36,31 +36,78 @@ class _Product(Protocol):
 class _Arithmetic(Protocol):
     """What the two modes compute differently."""
 
-    page_type: type[np.generic]
-
     def pack(self, weights: IntegerWeights | FloatWeights) -> _Product: ...
     def norm(self, x: F32, weight: F32, eps: float) -> F32: ...
     def add(self, a: F32, b: F32) -> F32: ...
     def gate(self, g: F32, u: F32, activation: Activation) -> F32: ...
     def rotate(self, x: F32, cosine: F32, sine: F32) -> F32: ...
     def scale_query(self, q: F32, scale: np.float32) -> F32: ...
-    def to_page(self, x: F32) -> NDArray[np.generic]: ...
-    def from_page(self, page: NDArray[np.generic]) -> F32: ...
     def scale(self, x: F32, factor: np.float32) -> F32: ...
     def attend(
-        self, q: F32, keys: F32, values: F32, positions: NDArray[np.int32], window: int | None
+        self,
+        q: F32,
+        keys: F32,
+        values: F32,
+        positions: NDArray[np.int32],
+        window: int | None,
+        key_scales: F32 | None,
+        value_scales: F32 | None,
     ) -> F32: ...
 
 
-class _Exact:
+class _KVFormat(Protocol):
+    """How K and V are kept; only int8 values have scales, one per token and head."""
+
+    page_type: type[np.generic]
+    scaled: bool
+
+    def to_page(self, x: F32) -> tuple[NDArray[np.generic], F32 | None]: ...
+    def from_page(self, page: NDArray[np.generic]) -> F32: ...
+
+
+class _Float32KV:
+    page_type: type[np.generic] = np.float32
+    scaled = False
+
+    def to_page(self, x: F32) -> tuple[NDArray[np.generic], F32 | None]:
+        return x, None
+
+    def from_page(self, page: NDArray[np.generic]) -> F32:
+        return cast(F32, page)
+
+
+class _Bf16KV:
     page_type: type[np.generic] = np.uint16
+    scaled = False
+
+    def to_page(self, x: F32) -> tuple[NDArray[np.generic], F32 | None]:
+        return math.to_bf16(x), None
+
+    def from_page(self, page: NDArray[np.generic]) -> F32:
+        return math.from_bf16(cast(NDArray[np.uint16], page))
+
+
+class _Int8KV:
+    page_type: type[np.generic] = np.int8
+    scaled = True
+
+    def to_page(self, x: F32) -> tuple[NDArray[np.generic], F32 | None]:
+        return math.quantise_groups(x)
+
+    def from_page(self, page: NDArray[np.generic]) -> F32:
+        return page.astype(np.float32)
+
+
+KV_FORMATS: dict[KVCacheDtype, type[_KVFormat]] = {"bf16": _Bf16KV, "int8": _Int8KV}
+
+
+class _Exact:
     norm = staticmethod(math.rms_norm)
     add = staticmethod(math.add)
     scale = staticmethod(math.multiply)
     gate = staticmethod(reference_exact.gate)
     rotate = staticmethod(reference_exact.rotate)
     attend = staticmethod(reference_exact.attend)
-    to_page = staticmethod(math.to_bf16)
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations
@@ -68,20 +115,29 @@ class _Exact:
     def pack(self, weights: IntegerWeights | FloatWeights) -> _Product:
         return reference_exact.pack(weights, self._activations)
 
-    def from_page(self, page: NDArray[np.generic]) -> F32:
-        return math.from_bf16(cast(NDArray[np.uint16], page))
-
     def scale_query(self, q: F32, scale: np.float32) -> F32:
         return math.round_bf16(math.multiply(q, scale))
 
 
 class _Float32:
-    page_type: type[np.generic] = np.float32
     pack = staticmethod(reference_float.Matrix)
     norm = staticmethod(reference_float.rms_norm)
     gate = staticmethod(reference_float.gate)
     rotate = staticmethod(reference_float.rotate)
-    attend = staticmethod(reference_float.attend)
+
+    def attend(
+        self,
+        q: F32,
+        keys: F32,
+        values: F32,
+        positions: NDArray[np.int32],
+        window: int | None,
+        key_scales: F32 | None,
+        value_scales: F32 | None,
+    ) -> F32:
+        assert key_scales is None, "float32 pages have none"
+        assert value_scales is None, "float32 pages have none"
+        return reference_float.attend(q, keys, values, positions, window)
 
     @math.quiet
     def add(self, a: F32, b: F32) -> F32:
@@ -93,12 +149,6 @@ class _Float32:
 
     def scale_query(self, q: F32, scale: np.float32) -> F32:
         return self.scale(q, scale)
-
-    def to_page(self, x: F32) -> NDArray[np.generic]:
-        return x
-
-    def from_page(self, page: NDArray[np.generic]) -> F32:
-        return cast(F32, page)
 
 
 class Matrix:
@@ -122,16 +172,20 @@ class Matrix:
 class ReferenceBackend:
     """`Ops`, executed eagerly. Values are float32 arrays [rows, width].
 
-    `pages` [layers of a page, 2 (K, V), blocks, block_size, KV heads, head_dim] holds bf16 bits (uint16) in mode `exact`,
-    float32 in mode `f32`, which rounds no activations either.
+    `pages` [layers of a page, 2 (K, V), blocks, block_size, KV heads, head_dim] holds bf16 bits (uint16) or int8 in mode
+    `exact`, as `kv.dtype` says, and float32 in mode `f32`, which rounds no activations either. `scales` are those of int8,
+    float32 [layers of a page, 2, blocks, block_size, KV heads].
     """
 
     def __init__(
         self, kv: KVShape, mode: Mode = "exact", activations: Activations = "int8"
     ) -> None:
-        self._arithmetic: _Arithmetic = _Exact(activations) if mode == "exact" else _Float32()
-        shape = (kv.num_layers, 2, kv.num_blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
-        self.pages: NDArray[np.generic] = np.zeros(shape, self._arithmetic.page_type)
+        exact = mode == "exact"
+        self._arithmetic: _Arithmetic = _Exact(activations) if exact else _Float32()
+        self._kv_format: _KVFormat = KV_FORMATS[kv.dtype]() if exact else _Float32KV()
+        shape = (kv.num_layers, 2, kv.num_blocks, kv.block_size, kv.num_kv_heads)
+        self.pages: NDArray[np.generic] = np.zeros((*shape, kv.head_dim), self._kv_format.page_type)
+        self.scales: F32 = np.zeros(shape if self._kv_format.scaled else 0, np.float32)
         self._kv = kv
         self._step: Step | None = None
         self._logits: F32 | None = None
@@ -204,9 +258,11 @@ class ReferenceBackend:
         q = arithmetic.rotate(q, cosine, sine)
         k = arithmetic.rotate(k, cosine, sine)
         group, place = self._kv.place(layer)
-        blocks, offsets = self._slots(group)
-        self.pages[place, 0, blocks, offsets] = arithmetic.to_page(k)
-        self.pages[place, 1, blocks, offsets] = arithmetic.to_page(v)
+        for part, x in enumerate((k, v)):
+            slots = (place, part, *self._slots(group))
+            self.pages[slots], scales = self._kv_format.to_page(x)
+            if scales is not None:
+                self.scales[slots] = scales
         scale = np.float32(head_dim**-0.5 if query_scale is None else query_scale)
         return arithmetic.scale_query(q, scale).reshape(len(qkv), -1)
 
@@ -221,13 +277,30 @@ class ReferenceBackend:
             if not len(positions):
                 continue
             tokens = np.arange(int(positions.max()) + 1)
-            blocks, offsets = table[tokens // self._kv.block_size], tokens % self._kv.block_size
+            slots = table[tokens // self._kv.block_size], tokens % self._kv.block_size
             keys, values = (
-                self._arithmetic.from_page(self.pages[place, part, blocks, offsets])
-                for part in (0, 1)
+                self._kv_format.from_page(self.pages[(place, part, *slots)]) for part in (0, 1)
             )
-            result[rows] = self._arithmetic.attend(heads[rows], keys, values, positions, window)
+            scales: tuple[F32 | None, ...] = (None, None)
+            if self._kv_format.scaled:
+                scales = tuple(self.scales[(place, part, *slots)] for part in (0, 1))
+            result[rows] = self._arithmetic.attend(
+                heads[rows], keys, values, positions, window, *scales
+            )
         return result.reshape(q.shape)
+
+    def fill(self, block: int, byte: int) -> None:
+        """Fills a page with a byte, as recycled pages hold anything."""
+        self.pages.view(np.uint8)[:, :, block] = byte
+        if self._kv_format.scaled:
+            self.scales.view(np.uint8)[:, :, block] = byte
+
+    def values_at(self, place: int, block: int, offset: int) -> F32:
+        """V [KV heads, head_dim] in a slot of a layer's pages, whatever lies there."""
+        values = self._kv_format.from_page(self.pages[place, 1, block, offset])
+        if self._kv_format.scaled:
+            values = values * self.scales[place, 1, block, offset, :, np.newaxis]
+        return values
 
     def linear_residual(
         self, a: F32, weight: Matrix, x: F32, post_norm: F32 | None = None, eps: float = 0.0

@@ -7,6 +7,7 @@ tiles below bound memory and change no bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,30 +160,56 @@ def gate(g: F32, u: F32, activation: Activation) -> F32:
     return math.multiply(math.silu(g) if activation == "silu" else math.gelu(g), u)
 
 
+class Cached(NamedTuple):
+    """K or V of tokens: values [tokens, heads, head_dim], exact in bf16; those of int8 have scales [tokens, heads]."""
+
+    values: F32
+    scales: F32 | None = None
+
+    def of_query_heads(self, num_heads: int) -> Cached:
+        """Whole blocks of tokens, each KV head as often as query heads share it."""
+        padding = ((0, -len(self.values) % KEY_BLOCK), (0, 0), (0, 0))
+        repeats = num_heads // self.values.shape[1]
+        values = np.pad(self.values, padding).repeat(repeats, axis=1)
+        if self.scales is None:
+            return Cached(values)
+        return Cached(values, np.pad(self.scales, padding[:2]).repeat(repeats, axis=1))
+
+    def of_tokens(self, tokens: slice) -> Cached:
+        return Cached(self.values[tokens], None if self.scales is None else self.scales[tokens])
+
+    def scaled(self, x: F32) -> F32:
+        """x [rows, heads, tokens] times the tokens' scales."""
+        return x if self.scales is None else math.multiply(x, self.scales.T)
+
+
 def attend(
-    q: F32, keys: F32, values: F32, positions: NDArray[np.int32], window: int | None = None
+    q: F32,
+    keys: F32,
+    values: F32,
+    positions: NDArray[np.int32],
+    window: int | None = None,
+    key_scales: F32 | None = None,
+    value_scales: F32 | None = None,
 ) -> F32:
     """Attention of one sequence's rows over its keys.
 
-    q: [rows, heads, head_dim], scaled, bf16 values. keys, values: [tokens, KV heads, head_dim], bf16 values, tokens
-    0…max(positions). A row at position p sees tokens 0…p, with a window p - window + 1 … p.
+    q: [rows, heads, head_dim], scaled, bf16 values. keys, values: [tokens, KV heads, head_dim], bf16 values or int8 ones
+    with scales [tokens, KV heads], tokens 0…max(positions). A row at position p sees tokens 0…p, with a window
+    p - window + 1 … p.
     """
     first = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
-    padding = -len(keys) % KEY_BLOCK
-    per_kv_head = q.shape[1] // keys.shape[1]
-    keys, values = (
-        np.pad(array, ((0, padding), (0, 0), (0, 0))).repeat(per_kv_head, axis=1)
-        for array in (keys, values)
-    )
+    k = Cached(keys, key_scales).of_query_heads(q.shape[1])
+    v = Cached(values, value_scales).of_query_heads(q.shape[1])
     result = np.empty_like(q)
     for begin in range(0, len(q), TILE_ROWS):
         tile = slice(begin, begin + TILE_ROWS)
-        result[tile] = _attend_tile(q[tile], keys, values, first[tile], positions[tile])
+        result[tile] = _attend_tile(q[tile], k, v, first[tile], positions[tile])
     return result
 
 
 def _attend_tile(
-    q: F32, keys: F32, values: F32, first: NDArray[np.int32], last: NDArray[np.int32]
+    q: F32, keys: Cached, values: Cached, first: NDArray[np.int32], last: NDArray[np.int32]
 ) -> F32:
     """Rows that see positions first … last."""
     total = _empty_state(q)
@@ -228,8 +255,8 @@ def _fold(left: State, right: State) -> State:
 
 def _split(
     q: F32,
-    keys: F32,
-    values: F32,
+    keys: Cached,
+    values: Cached,
     first: NDArray[np.int32],
     last: NDArray[np.int32],
     start: int,
@@ -247,25 +274,27 @@ def _split(
                 continue
             visible = positions <= last[live, np.newaxis]
             visible &= positions >= first[live, np.newaxis]
-            scores = _scores(q[live], keys[tokens])
-            _replace(state, live, update(_take(state, live), scores, values[tokens], visible))
+            scores = _scores(q[live], keys.of_tokens(tokens))
+            new = update(_take(state, live), scores, values.of_tokens(tokens), visible)
+            _replace(state, live, new)
     return state
 
 
-def _scores(q: F32, keys: F32) -> F32:
-    """[rows, heads, tokens]: bf16 product over head_dim."""
+def _scores(q: F32, keys: Cached) -> F32:
+    """[rows, heads, tokens]: bf16 product over head_dim, times the scale of K where it has one."""
     wide = _swap_pairs(math.widen(q).transpose(2, 0, 1))
-    terms = wide[..., np.newaxis] * _swap_pairs(math.widen(keys).transpose(2, 1, 0))[:, np.newaxis]
-    return math.accumulate(terms, np.zeros(terms.shape[1:], np.float32))
+    wide_keys = _swap_pairs(math.widen(keys.values).transpose(2, 1, 0))
+    terms = wide[..., np.newaxis] * wide_keys[:, np.newaxis]
+    return keys.scaled(math.accumulate(terms, np.zeros(terms.shape[1:], np.float32)))
 
 
-def _first_block(state: State, scores: F32, values: F32, visible: NDArray[np.bool_]) -> State:
+def _first_block(state: State, scores: F32, values: Cached, visible: NDArray[np.bool_]) -> State:
     peak = _visible_peak(scores, visible)
     e = _weights(scores, peak, visible)
     return peak, math.row_sum(e), _add_values(state[2], e, values, visible)
 
 
-def _next_block(state: State, scores: F32, values: F32, visible: NDArray[np.bool_]) -> State:
+def _next_block(state: State, scores: F32, values: Cached, visible: NDArray[np.bool_]) -> State:
     peak = np.maximum(state[0], _visible_peak(scores, visible))
     decay = math.exp(math.subtract(state[0], peak))
     e = _weights(scores, peak, visible)
@@ -285,9 +314,9 @@ def _weights(scores: F32, peak: F32, visible: NDArray[np.bool_]) -> F32:
 
 
 @math.quiet
-def _add_values(acc: F32, e: F32, values: F32, visible: NDArray[np.bool_]) -> F32:
-    """acc [rows, heads, head_dim] + bf16(e) · values [tokens, heads, head_dim]; a masked token adds +0 whatever it holds."""
-    weights = math.widen(math.round_bf16(e)).transpose(2, 0, 1)[..., np.newaxis]
-    terms = weights * math.widen(values)[:, np.newaxis]
+def _add_values(acc: F32, e: F32, values: Cached, visible: NDArray[np.bool_]) -> F32:
+    """acc [rows, heads, head_dim] + bf16(e · scale) · values; a masked token adds +0 whatever it holds."""
+    weights = math.widen(math.round_bf16(values.scaled(e))).transpose(2, 0, 1)[..., np.newaxis]
+    terms = weights * math.widen(values.values)[:, np.newaxis]
     terms = np.where(visible.T[:, :, np.newaxis, np.newaxis], terms, 0.0)
     return math.accumulate(_swap_pairs(terms), acc)

@@ -301,7 +301,14 @@ def quantise(x: F32) -> tuple[F32, F32, F32]:
 
     x: [rows, n]. Returns q [rows, n/32, 32] and, per group, scale d and sum S of q [rows, n/32]; integers as float32.
     """
-    groups = flush_denormals(x).reshape(len(x), -1, GROUP)
+    q, d = quantise_groups(x.reshape(len(x), -1, GROUP))
+    return q, d, q.sum(axis=-1)
+
+
+@quiet
+def quantise_groups(groups: F32) -> tuple[F32, F32]:
+    """The last axis as integers −127…127 (float32) that share a scale d, which has one axis less."""
+    groups = flush_denormals(groups)
     peak = np.abs(groups).max(axis=-1)
     broken = ~np.isfinite(peak)
     empty = ~(peak >= np.float32(2.0**-100))
@@ -310,5 +317,4 @@ def quantise(x: F32) -> tuple[F32, F32, F32]:
     q = np.rint(multiply(groups, divide(np.float32(127), divisor)[..., np.newaxis]))
     q = np.where(unused[..., np.newaxis], np.float32(0), q)
     d = np.where(empty, np.float32(0), divide(divisor, np.float32(127)))
-    d = np.where(broken, np.float32(np.nan), d)
-    return q, d, q.sum(axis=-1)
+    return q, np.where(broken, np.float32(np.nan), d)

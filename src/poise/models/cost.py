@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from poise.core.output import KVGroupSpec
 from poise.models.config import ModelConfig
 
-KV_VALUE_BYTES = 2  # the engine keeps K and V in bf16
 MAX_KV_GROUPS = 8  # each costs the scheduler a block table per request
 LOGIT_TILE = 32  # rows of logits that exist at once
 
@@ -26,6 +25,30 @@ class Experts:
 
 
 DENSE = Experts()
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How K and V are kept: bytes of a value, and of the scale that the values of one token and head share."""
+
+    value_bytes: float
+    scale_bytes: int = 0
+
+    def head_bytes(self, head_dim: int) -> float:
+        """Of K or V of one token and head."""
+        return head_dim * self.value_bytes + self.scale_bytes
+
+
+# The engine's own are bf16 and int8; scales of the others are not known.
+KV_FORMATS = {
+    "f32": KVFormat(4.0),
+    "bf16": KVFormat(2.0),
+    "f16": KVFormat(2.0),
+    "fp8": KVFormat(1.0),
+    "int8": KVFormat(1.0, scale_bytes=4),
+    "int4": KVFormat(0.5),
+}
+BF16_KV = KV_FORMATS["bf16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +158,22 @@ def attention_flops(config: ModelConfig, start: int, num_tokens: int) -> int:
     return 4 * config.num_heads * config.head_dim * keys
 
 
-def kv_bytes_per_layer_token(config: ModelConfig, value_bytes: float = KV_VALUE_BYTES) -> float:
-    """2 (K and V) · KV heads · head_dim · bytes of a value."""
-    return 2 * config.num_kv_heads * config.head_dim * value_bytes
+def kv_bytes_per_layer_token(config: ModelConfig, kv: KVFormat = BF16_KV) -> float:
+    """2 (K and V) · KV heads · (head_dim · bytes of a value + bytes of a scale)."""
+    return 2 * config.num_kv_heads * kv.head_bytes(config.head_dim)
 
 
 def kv_read_bytes(
-    config: ModelConfig, start: int, num_tokens: int, value_bytes: float = KV_VALUE_BYTES
+    config: ModelConfig, start: int, num_tokens: int, kv: KVFormat = BF16_KV
 ) -> float:
     """K and V that a step reads for one sequence, each visible position once, as a kernel that shares tiles can."""
-    return kv_bytes_per_layer_token(config, value_bytes) * sum(
+    return kv_bytes_per_layer_token(config, kv) * sum(
         _visible_positions(start, num_tokens, window) for window in layer_windows(config)
     )
 
 
-def kv_write_bytes(
-    config: ModelConfig, num_tokens: int, value_bytes: float = KV_VALUE_BYTES
-) -> float:
-    return kv_bytes_per_layer_token(config, value_bytes) * config.num_layers * num_tokens
+def kv_write_bytes(config: ModelConfig, num_tokens: int, kv: KVFormat = BF16_KV) -> float:
+    return kv_bytes_per_layer_token(config, kv) * config.num_layers * num_tokens
 
 
 def _visible_positions(start: int, num_tokens: int, window: int | None) -> int:

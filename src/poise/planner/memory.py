@@ -16,7 +16,6 @@ from poise.models import cost
 from poise.models.config import ModelConfig
 from poise.planner.report import Column, Report, Table, Unit, number
 
-VALUE_BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 BLOCK_SIZES = (16, 32, 64)
 LONGEST = 2**40
 
@@ -36,13 +35,13 @@ class KVLayers:
         return cls(cost.layer_windows(config), config.num_kv_heads, config.head_dim, dtype)
 
     @property
-    def value_bytes(self) -> float:
-        return VALUE_BYTES[self.dtype]
+    def format(self) -> cost.KVFormat:
+        return cost.KV_FORMATS[self.dtype]
 
     @property
     def layer_token_bytes(self) -> float:
-        """2 (K and V) · KV heads · head_dim · bytes of a value."""
-        return 2 * self.num_kv_heads * self.head_dim * self.value_bytes
+        """2 (K and V) · KV heads · (head_dim · bytes of a value + bytes of a scale)."""
+        return 2 * self.num_kv_heads * self.format.head_bytes(self.head_dim)
 
     @property
     def token_bytes(self) -> float:
@@ -141,12 +140,20 @@ def plan(subject: str, layers: KVLayers, block_size: int, demand: Demand) -> Rep
     return report
 
 
-def add_token_figure(report: Report, layers: KVLayers) -> None:
-    """The line that `poise inspect` shows too."""
-    heads, dim, size = layers.num_kv_heads, layers.head_dim, layers.value_bytes
+def add_token_figure(
+    report: Report,
+    layers: KVLayers,
+    name: str = "kv_bytes_per_token",
+    label: str = "KV of a token",
+) -> None:
+    """The line that `poise inspect` shows too, for each type of KV."""
+    heads, dim, kept = layers.num_kv_heads, layers.head_dim, layers.format
+    words, numbers = "head_dim · bytes", f"{dim} · {kept.value_bytes:g}"
+    if kept.scale_bytes:
+        words, numbers = f"({words} + scale)", f"({numbers} + {kept.scale_bytes})"
     report.add(
-        "kv_bytes_per_token", "KV of a token", _exact(layers.token_bytes), Unit.BYTES_PER_TOKEN,
-        f"2 (K and V) · layers · KV heads · head_dim · bytes = 2 · {len(layers.windows)} · {heads} · {dim} · {size:g}",
+        name, label, _exact(layers.token_bytes), Unit.BYTES_PER_TOKEN,
+        f"2 (K and V) · layers · KV heads · {words} = 2 · {len(layers.windows)} · {heads} · {numbers}",
     )  # fmt: skip
 
 
@@ -280,7 +287,7 @@ def _kinds(layers: KVLayers, num_tokens: int) -> Table:
         rows.append(["shared (use another layer's)", layers.num_shared, 0, None, 0])
     return Table(
         "kinds", "By kind of layer", columns, rows,
-        "a token = 2 · layers · KV heads · head_dim · bytes; a sequence = a token · tokens seen",
+        "a token = 2 · layers · KV heads · bytes of a head; a sequence = a token · tokens seen",
     )  # fmt: skip
 
 
@@ -312,7 +319,7 @@ def _notes(report: Report, layers: KVLayers, demand: Demand) -> None:
     report.notes.append(
         'GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. A memory of "80 GB" may mean either: ask.'
     )
-    if layers.value_bytes < 2:
+    if layers.format.value_bytes < 2 and not layers.format.scale_bytes:
         report.notes.append(f"Scales of {layers.dtype} are not counted.")
     if demand.shared_prefix and any(window is not None for window in layers.windows):
         report.notes.append(

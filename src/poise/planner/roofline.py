@@ -90,10 +90,10 @@ class BareWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """A model of known shape. `kv_value_bytes`: of one value in the cache."""
+    """A model of known shape, and how its KV is kept."""
 
     model: PlannedModel
-    kv_value_bytes: float = cost.KV_VALUE_BYTES
+    kv: cost.KVFormat = cost.BF16_KV
 
     @property
     def name(self) -> str:
@@ -112,8 +112,8 @@ class ModelCosts:
         config, experts = self.model.config, self.model.experts
         sequences, tokens = step.num_sequences, step.num_tokens
         read = cost.step_parameters(config, experts, step.rows, sequences)
-        kv = cost.kv_read_bytes(config, step.start, tokens, self.kv_value_bytes)
-        kv += cost.kv_write_bytes(config, tokens, self.kv_value_bytes)
+        kv = cost.kv_read_bytes(config, step.start, tokens, self.kv)
+        kv += cost.kv_write_bytes(config, tokens, self.kv)
         return StepCost(
             linear_flops=cost.linear_flops(config, step.rows, sequences, experts),
             attention_flops=sequences * cost.attention_flops(config, step.start, tokens),

@@ -36,9 +36,10 @@ def attention(
     model = _known(costs, "attention")
     config = model.model.config
     shared = config.num_heads / config.num_kv_heads
+    each = model.kv.head_bytes(config.head_dim) / config.head_dim
     report.add(
-        "decode_intensity", "intensity of decoding", 2 * shared / model.kv_value_bytes, Unit.FLOP_PER_BYTE,
-        f"2 · query heads / (KV heads · bytes) = 2 · {config.num_heads} / ({config.num_kv_heads} · {model.kv_value_bytes:g}), any batch",
+        "decode_intensity", "intensity of decoding", 2 * shared / each, Unit.FLOP_PER_BYTE,
+        f"2 · query heads / (KV heads · bytes) = 2 · {config.num_heads} / ({config.num_kv_heads} · {each:g}), any batch",
     )  # fmt: skip
     columns = [
         PHASE, SEQUENCES, TOKENS,

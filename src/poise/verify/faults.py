@@ -195,8 +195,7 @@ def _unmasked_recycled_page() -> AbstractContextManager[object]:
         for table, end in zip(self._tables(group), step.query_start[1:]):
             block, offset = divmod(int(step.positions[end - 1]) + 1, size)
             if offset:
-                page = self.pages[place, 1, table[block], offset]
-                values = reference_math.from_bf16(page)
+                values = self.values_at(place, table[block], offset)
                 heads = result[end - 1].reshape(len(values), -1, values.shape[-1])
                 heads += np.float32(2**-6) * values[:, np.newaxis]
         return result

@@ -140,7 +140,9 @@ def evidence(settings: Settings) -> str | None:
         digest = known_digest(Path(model).expanduser())
     if digest is None:
         return None
-    found = find_record(fingerprint_of(identity_of(digest, settings.compute)))
+    found = find_record(
+        fingerprint_of(identity_of(digest, settings.compute, settings.cache.kv_dtype))
+    )
     if found is None:
         return None
     record, path = found

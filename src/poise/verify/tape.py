@@ -35,7 +35,7 @@ class _Pages:
         self._reference = reference
 
     def fill(self, block: int, byte: int) -> None:
-        self._reference.pages.view(np.uint8)[:, :, block] = byte
+        self._reference.fill(block, byte)
 
 
 class TapeBackend:

@@ -45,7 +45,7 @@ def test_a_record_is_the_evidence(
         kv_cache_dtype="bf16",
         poise="0.1.0",
         numerics=1,
-        fingerprint=fingerprint_of(identity_of(file_digest(model), ComputeConfig())),
+        fingerprint=fingerprint_of(identity_of(file_digest(model), ComputeConfig(), "bf16")),
         isa="baseline",
         python="3.11.0",
         made="2026-01-01T00:00:00+00:00",

@@ -74,6 +74,7 @@ def test_facts_come_from_what_was_loaded(build: Any) -> None:
     assert info.system_fingerprint == "poise-v1-0123456789ab"
     assert info.details == {"format": "GGUF Q4_1"}
     assert stages == ["finding some-model", "loading tiny (GGUF Q4_1)"]
+    assert b'cache_dtype="bf16"' in engine.metrics.render()
     assert b'num_gpu_blocks="32"' in engine.metrics.render()
     assert len(run(engine, request(max_tokens=3, ignore_eos=True))[0][0].token_ids) == 3
     executor = weakref.ref(build.loaded.executor)

@@ -7,11 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from poise.config import Activations, CacheConfig, ComputeConfig, SchedulerConfig
+from poise.config import (
+    Activations,
+    CacheConfig,
+    ComputeConfig,
+    KVCacheDtype,
+    SchedulerConfig,
+)
 from poise.executor.load import LoadedExecutor, load_executor
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.ops import KVShape, Step
 from poise.kernels.reference import ReferenceBackend
+from poise.models.cost import KV_FORMATS, kv_bytes_per_layer_token
 from poise.models.families import family
 from poise.models.weights import Source
 from poise.weights.open_checkpoint import open_checkpoint
@@ -21,7 +28,12 @@ DATA = Path(__file__).parents[2] / "data"
 MAX_TOKENS = 512
 MAX_SEQUENCES = 48
 NUM_BLOCKS = 160  # of 16 tokens, or as many tokens in larger ones
-NUMERICS = ({"activations": "int8"}, {"activations": "bf16"})  # settings that choose formulas
+NUMERICS = (  # settings that choose formulas
+    {"activations": "int8", "kv_dtype": "bf16"},
+    {"activations": "bf16", "kv_dtype": "bf16"},
+    {"activations": "int8", "kv_dtype": "int8"},
+    {"activations": "bf16", "kv_dtype": "int8"},
+)
 
 
 @dataclass(frozen=True)
@@ -69,15 +81,17 @@ def load(
     threads: int = 1,
     block_size: int = 16,
     activations: Activations = "int8",
+    kv_dtype: KVCacheDtype = "bf16",
 ) -> LoadedExecutor:
     """The executor of a model file, with room for NUM_BLOCKS · 16 tokens, all pages poisoned."""
     monkeypatch.setenv("POISE_ISA", isa)
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    token_bytes = 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    token_bytes = kv_bytes_per_layer_token(config, KV_FORMATS[kv_dtype]) * config.num_layers
+    memory = NUM_BLOCKS * 16 * int(token_bytes)
     loaded = load_executor(
         checkpoint,
-        CacheConfig(block_size=block_size, memory_bytes=NUM_BLOCKS * 16 * token_bytes),
+        CacheConfig(block_size=block_size, memory_bytes=memory, dtype=kv_dtype),
         SchedulerConfig(max_num_seqs=MAX_SEQUENCES, max_num_batched_tokens=MAX_TOKENS),
         ComputeConfig(threads=threads, activations=activations),
     )
@@ -128,11 +142,17 @@ class Reference:
     """A model of `poise.models` on the numpy reference."""
 
     def __init__(
-        self, path: Path, mode: str, num_blocks: int = 32, activations: Activations = "int8"
+        self,
+        path: Path,
+        mode: str,
+        num_blocks: int = 32,
+        activations: Activations = "int8",
+        kv_dtype: KVCacheDtype = "bf16",
     ) -> None:
         checkpoint = open_checkpoint(path)
         config = checkpoint.config
-        shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, num_blocks)
+        heads, head_dim = config.num_kv_heads, config.head_dim
+        shape = KVShape(config.num_layers, heads, head_dim, 16, num_blocks, dtype=kv_dtype)
         self.backend = ReferenceBackend(shape, mode, activations)  # type: ignore[arg-type]
         self._source = Source(self.backend, checkpoint)
         self._record, self._config = family(config.architecture), config

@@ -9,7 +9,7 @@ import pytest
 from poise.config import CacheConfig
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.errors import ConfigError
-from poise.executor.kv_cache import kv_bytes_per_token, plan_kv_cache
+from poise.executor.kv_cache import plan_kv_cache
 from poise.models.config import ModelConfig, RopeConfig
 from poise.models.cost import kv_groups, layer_windows
 
@@ -33,10 +33,6 @@ PAGE = 23_040 * 16
 CHUNK = 2048
 
 
-def test_bytes_per_token():
-    assert kv_bytes_per_token(CONFIG) == 23_040
-
-
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_what_was_asked_for_is_filled_with_whole_pages(block_size):
     plan = plan_kv_cache(CONFIG, CacheConfig(block_size, GIB), 1, 16, CHUNK, available_bytes=1)
@@ -46,6 +42,14 @@ def test_what_was_asked_for_is_filled_with_whole_pages(block_size):
     assert plan.num_bytes == page * plan.num_blocks <= GIB < plan.num_bytes + page
     assert plan.num_tokens == block_size * plan.num_blocks
     assert plan.reason == "--kv-cache-memory-bytes 1073741824"
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_pages_of_int8_hold_a_scale_for_each_token_and_head(block_size):
+    cache = CacheConfig(block_size, GIB, dtype="int8")
+    plan = plan_kv_cache(CONFIG, cache, 1, 16, CHUNK, available_bytes=1)
+    assert plan.page_bytes == 2 * 30 * 3 * (64 + 4) * block_size
+    assert plan.num_blocks == GIB // plan.page_bytes
 
 
 def test_no_more_than_all_sequences_can_use():

@@ -25,6 +25,8 @@ PRODUCTS = [(name, "int8") for name in TYPES] + [(name, "bf16") for name in INTE
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 70)
 MAX_ROWS = max(ROW_COUNTS)
 NO_KV = KVShape(1, 1, 16, 16, 1)
+KV_DTYPES = ("bf16", "int8")
+VALUE_TYPES = {"bf16": np.uint16, "int8": np.int8}
 AWKWARD_SCALES = np.array([0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF], np.uint16)
 
 
@@ -122,24 +124,49 @@ def hostile_rows(rows: int, columns: int, seed: int):
     return x
 
 
+def _regions(pages, kv: KVShape):
+    """Views of native pages: values [blocks, layers, 2 (K, V), KV heads, bytes], scales [blocks, layers, 2, KV heads, block_size]."""
+    layers = pages.view().reshape(kv.num_blocks, kv.num_layers, -1)
+    width = VALUE_TYPES[kv.dtype]().nbytes
+    end = 2 * kv.num_kv_heads * kv.block_size * kv.head_dim * width
+    lead = (kv.num_blocks, kv.num_layers, 2, kv.num_kv_heads)
+    scales = layers[..., end:].view(np.float32)
+    return (
+        layers[..., :end].view(VALUE_TYPES[kv.dtype]).reshape(*lead, -1),
+        scales.reshape(*lead, -1) if kv.dtype == "int8" else scales,
+    )
+
+
+def _axes(kv: KVShape):
+    """Shapes and orders of a head's K and V: as they lie in memory, and from there to [block_size, head_dim]."""
+    block, dim = kv.block_size, kv.head_dim
+    if kv.dtype == "int8":
+        return ((block // 16, dim, 16), (0, 2, 1)), ((block, dim), (0, 1))
+    return ((block // 16, dim // 2, 16, 2), (0, 2, 1, 3)), ((block // 2, dim, 2), (0, 2, 1))
+
+
 def decode_pages(pages, kv: KVShape):
-    """The native pages as the reference lays them out: uint16 [layers, 2, blocks, block_size, KV heads, head_dim]."""
-    block, dim = kv.block_size, kv.head_dim
-    parts = pages.view().reshape(kv.num_blocks, kv.num_layers, 2, kv.num_kv_heads, -1)
-    lead = parts.shape[:2] + parts.shape[3:4]
-    keys = parts[:, :, 0].reshape(*lead, block // 16, dim // 2, 16, 2)
-    keys = keys.transpose(0, 1, 2, 3, 5, 4, 6).reshape(*lead, block, dim)
-    values = parts[:, :, 1].reshape(*lead, block // 2, dim, 2)
-    values = values.transpose(0, 1, 2, 3, 5, 4).reshape(*lead, block, dim)
-    return np.stack([keys, values]).transpose(2, 0, 1, 4, 3, 5)
-
-
-def encode_pages(content, pages, kv: KVShape) -> None:
-    """Writes pages given in the reference's layout into the native ones."""
-    block, dim = kv.block_size, kv.head_dim
+    """The native pages as the reference lays them out: values, and scales, of which bf16 has none."""
+    values, scales = _regions(pages, kv)
     lead = (kv.num_blocks, kv.num_layers, kv.num_kv_heads)
-    keys, values = content.transpose(1, 2, 0, 4, 3, 5)
-    keys = keys.reshape(*lead, block // 16, 16, dim // 2, 2).transpose(0, 1, 2, 3, 5, 4, 6)
-    values = values.reshape(*lead, block // 2, 2, dim).transpose(0, 1, 2, 3, 5, 4)
-    both = np.stack([keys.reshape(*lead, -1), values.reshape(*lead, -1)], axis=2)
-    pages.view()[...] = both.reshape(kv.num_blocks, -1)
+    parts = []
+    for part, (shape, order) in enumerate(_axes(kv)):
+        stored = values[:, :, part].reshape(*lead, *shape)
+        stored = stored.transpose(0, 1, 2, *(axis + 3 for axis in order))
+        parts.append(stored.reshape(*lead, kv.block_size, kv.head_dim))
+    if scales.size:
+        scales = scales.transpose(1, 2, 0, 4, 3)
+    return np.stack(parts).transpose(2, 0, 1, 4, 3, 5), scales
+
+
+def encode_pages(content, scales, pages, kv: KVShape) -> None:
+    """Writes pages given in the reference's layout into the native ones."""
+    values, native_scales = _regions(pages, kv)
+    lead = (kv.num_blocks, kv.num_layers, kv.num_kv_heads)
+    for part, (shape, order) in enumerate(_axes(kv)):
+        given = content[:, part].transpose(1, 0, 3, 2, 4)
+        given = given.reshape(*lead, *(shape[axis] for axis in order))
+        given = given.transpose(0, 1, 2, *(axis + 3 for axis in np.argsort(order)))
+        values[:, :, part] = given.reshape(*lead, -1)
+    if native_scales.size:
+        native_scales[...] = scales.transpose(2, 0, 1, 4, 3)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from native_ops import (
     ISAS,
+    KV_DTYPES,
     THREADS,
+    VALUE_TYPES,
     assert_same_bits,
     backend,
     decode_pages,
@@ -18,11 +20,13 @@ from native_ops import (
     vector,
 )
 
+from poise.kernels import reference_math
 from poise.kernels.ops import KVShape, RopeTable, Step
 from poise.kernels.reference import ReferenceBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 every_isa = pytest.mark.parametrize("isa", ISAS)
+every_dtype = pytest.mark.parametrize("dtype", KV_DTYPES)
 POISON = 0xFF
 
 
@@ -34,6 +38,34 @@ def bf16_bits(values):
 
 def as_float(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def kept(content, dtype):
+    """K or V as pages hold it: values, and scales of int8."""
+    if dtype == "bf16":
+        return bf16_bits(content), None
+    with np.errstate(over="ignore"):
+        return reference_math.quantise_groups(np.asarray(content).astype(np.float32))
+
+
+def poisoned(kv: KVShape):
+    """Pages and scales of which every byte is POISON."""
+    shape = (kv.num_layers, 2, kv.num_blocks, kv.block_size, kv.num_kv_heads)
+    pages = np.zeros((*shape, kv.head_dim), VALUE_TYPES[kv.dtype])
+    scales = np.zeros(shape if kv.dtype == "int8" else 0, np.float32)
+    for array in (pages, scales):
+        array.view(np.uint8)[...] = POISON
+    return pages, scales
+
+
+def assert_same_pages(actual, expected, note):
+    """Values and scales; those of bf16 may be different NaNs."""
+    values, scales = expected
+    if values.dtype == np.uint16:
+        assert_same_bits(as_float(actual[0]), as_float(values), note)
+    else:
+        assert np.array_equal(actual[0], values), note
+        assert_same_bits(actual[1], scales, note)
 
 
 def sequences_step(parts, tables) -> Step:
@@ -59,14 +91,15 @@ ROPE_CASES = {  # heads, KV heads, head_dim, rotary pairs, q norm, k norm
 }
 
 
+@every_dtype
 @pytest.mark.parametrize("block_size", [16, 64])
 @every_isa
 @pytest.mark.parametrize("case", ROPE_CASES)
-def test_rope_kv_write(case, isa, block_size):
+def test_rope_kv_write(case, isa, block_size, dtype):
     """q, K and V at near and far positions, from hostile rows; every other slot keeps its bits."""
     num_heads, num_kv_heads, head_dim, pairs, has_q_norm, has_k_norm = ROPE_CASES[case]
     random = np.random.default_rng(1)
-    kv = KVShape(2, num_kv_heads, head_dim, block_size, 6)
+    kv = KVShape(2, num_kv_heads, head_dim, block_size, 6, dtype=dtype)
     # Far positions go through tables that name few blocks often.
     parts = [(0, 2), (15, 3), (255, 2), (8191, 1), (100000, 1)]
     tables = [np.full(first // block_size + 2, i, np.int32) for i, (first, _) in enumerate(parts)]
@@ -79,16 +112,16 @@ def test_rope_kv_write(case, isa, block_size):
     width = (num_heads + 2 * num_kv_heads) * head_dim
     rows = len(step.positions)
     qkv = hostile_rows(rows * width // 16, 16, seed=2).reshape(rows, width)
-    shape = (kv.num_layers, 2, kv.num_blocks, block_size, num_kv_heads, head_dim)
     reference = ReferenceBackend(kv)
-    reference.pages[...] = random.integers(0, 1 << 16, shape)
-    before = reference.pages.copy()
+    for array in (reference.pages, reference.scales):
+        array.view(np.uint8)[...] = random.integers(0, 256, array.view(np.uint8).shape)
+    before = reference.pages.copy(), reference.scales.copy()
     reference.begin(step)
     arguments = (1, num_heads, num_kv_heads, head_dim)
     expected = reference.rope_kv_write(qkv, rope, *arguments, q_norm, k_norm, 1e-6)
     for threads in THREADS:
         native = backend(isa, threads, kv)
-        encode_pages(before, native.pages, kv)
+        encode_pages(*before, native.pages, kv)
         source = native.plan.buffer(width)
         handles = [None if n is None else native.vector(vector(n)) for n in (q_norm, k_norm)]
         out = native.rope_kv_write(source, rope, *arguments, *handles, 1e-6)
@@ -96,8 +129,9 @@ def test_rope_kv_write(case, isa, block_size):
         native.run(step)
         q = native.plan.buffer_view(out, rows).view(np.uint16)
         assert_same_bits(as_float(q), expected, f"q, {threads} threads")
+        expected_pages = reference.pages, reference.scales
         pages = decode_pages(native.pages, kv)
-        assert_same_bits(as_float(pages), as_float(reference.pages), f"pages, {threads} threads")
+        assert_same_pages(pages, expected_pages, f"pages, {threads} threads")
 
 
 @dataclass
@@ -106,7 +140,7 @@ class AttentionCase:
 
     kv: KVShape
     num_heads: int
-    pages: np.ndarray
+    pages: tuple[np.ndarray, np.ndarray]
     step: Step
     q: np.ndarray
     expected: np.ndarray
@@ -124,6 +158,7 @@ def attention_case(
     key_scale=1.0,
     value_scale=1.0,
     window=None,
+    dtype="bf16",
 ) -> AttentionCase:
     """Random q, K and V of sequences `parts` (first position, rows) over shuffled blocks.
 
@@ -131,43 +166,47 @@ def attention_case(
     """
     random = np.random.default_rng(seed)
     blocks_of = [-(-(first + rows) // block_size) for first, rows in parts]
-    kv = KVShape(2, num_kv_heads, head_dim, block_size, sum(blocks_of) + 3)
+    kv = KVShape(2, num_kv_heads, head_dim, block_size, sum(blocks_of) + 3, dtype=dtype)
     free = random.permutation(kv.num_blocks)
     tables = []
     for count in blocks_of:
         tables.append(free[:count])
         free = free[count:]
-    shape = (2, 2, kv.num_blocks, block_size, num_kv_heads, head_dim)
-    pages = np.full(shape, POISON << 8 | POISON, np.uint16)
+    pages, scales = poisoned(kv)
     for (first, rows), table in zip(parts, tables):
         tokens = np.arange(first + rows)
         content = random.normal(0, 1, (2, len(tokens), num_kv_heads, head_dim))
         content[0, random.random(len(tokens)) < 0.1] *= 8  # scores far apart: many exp underflow
         content[0] *= key_scale
         content[1] *= value_scale
-        pages[1, :, table[tokens // block_size], tokens % block_size] = bf16_bits(content).swapaxes(
-            0, 1
-        )
+        for part in (0, 1):
+            slots = (1, part, table[tokens // block_size], tokens % block_size)
+            pages[slots], token_scales = kept(content[part], dtype)
+            if token_scales is not None:
+                scales[slots] = token_scales
         if window is not None:
             gone = table[: max(0, first - window + 1) // block_size]
-            pages[:, :, gone] = POISON << 8 | POISON
+            clean_pages, clean_scales = poisoned(kv)
+            pages[:, :, gone] = clean_pages[:, :, gone]
+            if scales.size:
+                scales[:, :, gone] = clean_scales[:, :, gone]
             gone[:] = -1
     step = sequences_step(parts, tables)
     q = random.normal(0, 1, (len(step.positions), group * num_kv_heads * head_dim))
     q *= head_dim**-0.5 * np.exp(random.normal(0, 1.5, (len(q), 1)))
     q = as_float(bf16_bits(q))
     reference = ReferenceBackend(kv)
-    reference.pages[...] = pages
+    reference.pages[...], reference.scales[...] = pages, scales
     reference.begin(step)
     expected = reference.attention(q, 1, window)
-    return AttentionCase(kv, group * num_kv_heads, pages, step, q, expected, window)
+    return AttentionCase(kv, group * num_kv_heads, (pages, scales), step, q, expected, window)
 
 
 def attend(case: AttentionCase, isa, threads, step=None, rows=slice(None)):
     """Native attention for `rows` of the case as `step` (or its own step) presents them."""
     step = step or case.step
     native = backend(isa, threads, case.kv, max_rows=len(case.q))
-    encode_pages(case.pages, native.pages, case.kv)
+    encode_pages(*case.pages, native.pages, case.kv)
     q = native.plan.buffer(case.q.shape[1] // 2)
     native._heads[q] = (case.num_heads, case.kv.head_dim)
     out = native.attention(q, 1, case.window)
@@ -191,22 +230,25 @@ CONTEXTS = (
 )
 
 
+@every_dtype
 @every_isa
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
-def test_decode_at_the_edges(head_dim, group, isa):
+def test_decode_at_the_edges(head_dim, group, isa, dtype):
     """One or two rows of ten sequences whose contexts end around tiles, blocks and splits."""
-    case = attention_case(head_dim, group, 16, CONTEXTS)
+    case = attention_case(head_dim, group, 16, CONTEXTS, dtype=dtype)
+    assert np.isfinite(case.expected).all()
     for threads in THREADS:
         assert_same_bits(attend(case, isa, threads), case.expected, f"{threads} threads")
 
 
+@every_dtype
 @every_isa
 @pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_long_contexts_are_split_and_folded(block_size, isa):
+def test_long_contexts_are_split_and_folded(block_size, isa, dtype):
     """A single row over five splits is shared by workers; company changes who computes what."""
     parts = ((1099, 1), (0, 20), (1020, 7), (511, 1))
-    case = attention_case(32, 3, block_size, parts, num_kv_heads=2, seed=1)
+    case = attention_case(32, 3, block_size, parts, num_kv_heads=2, seed=1, dtype=dtype)
     for threads in THREADS:
         assert_same_bits(attend(case, isa, threads), case.expected, f"{threads} threads")
         for sequence in range(len(parts)):
@@ -216,12 +258,13 @@ def test_long_contexts_are_split_and_folded(block_size, isa):
             assert_same_bits(attend(case, isa, threads, alone, rows), case.expected[rows], note)
 
 
+@every_dtype
 @every_isa
 @pytest.mark.parametrize("head_dim", [16, 64])
-def test_prefill_whole_and_in_chunks(head_dim, isa):
+def test_prefill_whole_and_in_chunks(head_dim, isa, dtype):
     """A prompt's rows have the same bits in one step and in chunks of any size."""
     length = 300
-    case = attention_case(head_dim, 3, 16, ((0, length),), seed=2)
+    case = attention_case(head_dim, 3, 16, ((0, length),), seed=2, dtype=dtype)
     for threads in THREADS:
         assert_same_bits(attend(case, isa, threads), case.expected, f"whole, {threads} threads")
     for chunk in (1, 7, 15, 16, 17, 63, 64, 65, 256):
@@ -236,11 +279,12 @@ def test_prefill_whole_and_in_chunks(head_dim, isa):
             )
 
 
+@every_dtype
 @every_isa
-def test_mixed_lengths_in_any_order(isa):
+def test_mixed_lengths_in_any_order(isa, dtype):
     """Prefills and decodes of several lengths in one step; the order of sequences changes no row."""
     parts = ((0, 1), (40, 30), (299, 1), (0, 65), (16, 16), (130, 2))
-    case = attention_case(32, 4, 32, parts, num_kv_heads=2, seed=3)
+    case = attention_case(32, 4, 32, parts, num_kv_heads=2, seed=3, dtype=dtype)
     starts = case.step.query_start
     for order in (range(6), range(5, -1, -1), (3, 0, 5, 1, 4, 2)):
         rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in order])
@@ -250,14 +294,15 @@ def test_mixed_lengths_in_any_order(isa):
             assert_same_bits(attend(case, isa, threads, step, rows), case.expected[rows], note)
 
 
+@every_dtype
 @every_isa
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 63, 64, 65, 256, 257, 300])
-def test_windows_around_tiles_blocks_and_splits(window, block_size, isa):
+def test_windows_around_tiles_blocks_and_splits(window, block_size, isa, dtype):
     """Single rows and chunks whose first visible key lies at, before and behind each kind of edge."""
     ends = [window + edge + d for edge in (16, 64, 256) for d in (-2, -1, 0)]
     parts = ((0, 1), (window - 1, 2), *((end, 1) for end in ends), (500, 130))
-    case = attention_case(16, 3, block_size, parts, seed=6, window=window)
+    case = attention_case(16, 3, block_size, parts, seed=6, window=window, dtype=dtype)
     assert np.isfinite(case.expected).all()
     for threads in THREADS:
         assert_same_bits(attend(case, isa, threads), case.expected, f"{threads} threads")
@@ -268,12 +313,13 @@ def test_windows_around_tiles_blocks_and_splits(window, block_size, isa):
             assert_same_bits(attend(case, isa, threads, alone, rows), case.expected[rows], note)
 
 
+@every_dtype
 @every_isa
 @pytest.mark.parametrize("window", [40, 64, 130])
-def test_windows_in_chunks(window, isa):
+def test_windows_in_chunks(window, isa, dtype):
     """The rows of a prompt three windows long, in chunks: only what is needed is looked at."""
     length = 3 * window
-    case = attention_case(64, 4, 16, ((0, length),), seed=7, window=window)
+    case = attention_case(64, 4, 16, ((0, length),), seed=7, window=window, dtype=dtype)
     assert_same_bits(attend(case, isa, 2), case.expected, "whole")
     table = case.step.block_tables[0]
     for chunk in (17, 64, 100):
@@ -286,25 +332,30 @@ def test_windows_in_chunks(window, isa):
             assert_same_bits(attend(case, isa, 3, step, rows), case.expected[rows], note)
 
 
+@every_dtype
 @every_isa
 @pytest.mark.parametrize("key_scale", [0.0, 1e-38, 1e4, 1e37])
 @pytest.mark.parametrize("value_scale", [-0.0, 1e-38, 1e-36, 1e38])
-def test_scores_and_values_at_the_ends_of_the_range(key_scale, value_scale, isa):
+def test_scores_and_values_at_the_ends_of_the_range(key_scale, value_scale, isa, dtype):
     """Products that underflow, exps that vanish, sums that overflow, zeros of both signs."""
-    case = attention_case(
-        16, 2, 16, ((66, 3), (300, 2)), seed=5, key_scale=key_scale, value_scale=value_scale
-    )
+    parts, scales = ((66, 3), (300, 2)), {"key_scale": key_scale, "value_scale": value_scale}
+    case = attention_case(16, 2, 16, parts, seed=5, dtype=dtype, **scales)
     assert_same_bits(attend(case, isa, 2), case.expected)
 
 
+@every_dtype
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 @every_isa
-def test_a_broken_key_breaks_only_the_rows_that_see_it(isa):
-    """NaN and Inf in q or K of one sequence leave the other sequences' bits alone."""
+def test_a_broken_token_breaks_only_the_rows_that_see_it(part, isa, dtype):
+    """A NaN in K or V of one sequence, or in its scale, leaves the other sequences' bits alone."""
     parts = ((70, 2), (70, 2), (20, 1))
-    case = attention_case(16, 2, 16, parts, seed=4)
+    case = attention_case(16, 2, 16, parts, seed=4, dtype=dtype)
     block, offset = case.step.block_tables[0][0], 3
-    pages = case.pages.copy()
-    pages[1, 0, block, offset, 0, 0] = 0x7FC0
+    pages = case.pages[0].copy(), case.pages[1].copy()
+    if dtype == "bf16":
+        pages[0][1, part, block, offset, 0, :] = 0x7FC0
+    else:
+        pages[1][1, part, block, offset, 0] = np.nan
     broken = AttentionCase(case.kv, case.num_heads, pages, case.step, case.q, case.expected)
     for threads in THREADS:
         actual = attend(broken, isa, threads)

@@ -120,6 +120,8 @@ def test_geometry_that_pages_cannot_have_is_refused():
         native.Pages(1, 1, 16, 8, 1)
     with pytest.raises(ValueError, match="block"):
         native.Pages(1, 1, 16, 16, 1).fill(1, 0)
+    with pytest.raises(ValueError, match="unknown KV type fp8: bf16 or int8"):
+        native.Pages(1, 1, 16, 16, 1, "fp8")
 
 
 def test_an_unknown_variant_is_refused():

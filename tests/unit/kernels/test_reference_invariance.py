@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny_llama
@@ -15,16 +17,17 @@ IDS = np.random.default_rng(9).integers(0, tiny_llama.VOCABULARY, (3, LONG))
 MODEL = tiny_llama.TinyLlama()
 
 
-def backend(block_size, num_blocks=64):
+def backend(block_size, num_blocks=64, dtype="bf16"):
     """A cache whose every page is poisoned."""
-    made = ReferenceBackend(tiny_llama.kv_shape(num_blocks, block_size))
-    made.pages.view(np.uint8)[...] = 0xFF
+    made = ReferenceBackend(replace(tiny_llama.kv_shape(num_blocks, block_size), dtype=dtype))
+    for block in range(num_blocks):
+        made.fill(block, 0xFF)
     return made
 
 
-def logits(parts, block_size=16, chunks=(LONG,), seed=None):
+def logits(parts, block_size=16, chunks=(LONG,), seed=None, dtype="bf16"):
     """Logits per sequence of (ids), all run side by side, each step taking the next chunk size."""
-    made = backend(block_size)
+    made = backend(block_size, dtype=dtype)
     forward = MODEL.build(made)
     numbers = np.arange(64) if seed is None else np.random.default_rng(seed).permutation(64)
     per_sequence = -(-LONG // block_size)
@@ -65,6 +68,13 @@ def test_block_size_and_block_tables(alone, block_size):
 @pytest.mark.parametrize("chunks", [(64,), (63, 2), (256,), (100, 1, 1, 188)])
 def test_chunks_of_a_long_sequence(alone, chunks):
     assert_same(logits([IDS[1]], chunks=chunks)[0], alone[1])
+
+
+def test_int8_kv_in_other_chunks_blocks_and_company(alone):
+    expected = logits([IDS[0]], dtype="int8")[0]
+    assert not np.array_equal(expected, alone[0])
+    other = logits([IDS[1][:SHORT], IDS[0]], 32, (100, 1, 63, 188), seed=3, dtype="int8")
+    assert_same(other[1], expected)
 
 
 @given(

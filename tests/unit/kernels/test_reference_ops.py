@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -179,8 +181,8 @@ def slow_dot(pairs, acc):
     return acc
 
 
-def slow_attention(q, keys, values, position, window=None):
-    """One head of one row: docs/NUMERICS.md, read aloud."""
+def slow_attention(q, keys, values, position, window=None, scales=None):
+    """One head of one row: docs/NUMERICS.md, read aloud. `scales` of K and V, where these are int8."""
     first = 0 if window is None else max(0, position - window + 1)
     total = None
     for split in range(0, position + 1, 256):
@@ -190,11 +192,16 @@ def slow_attention(q, keys, values, position, window=None):
             if not tokens:
                 continue
             scores = [slow_dot(list(zip(q, keys[t])), 0.0) for t in tokens]
+            if scales is not None:
+                scores = [rational.multiply(s, scales[0][t]) for s, t in zip(scores, tokens)]
             peak = max(scores) if state is None else max(state[0], *scores)
             e = [0.0] * 64
             for t, score in zip(tokens, scores):
                 e[t - block] = slow_exp(rational.add(score, -peak))
             weight = float(math.row_sum(np.float32([e]))[0])
+            if scales is not None:
+                for t in tokens:
+                    e[t - block] = rational.multiply(e[t - block], scales[1][t])
             bf16 = math.round_bf16(np.float32(e))
             acc = [0.0] * len(q)
             if state is not None:
@@ -245,6 +252,19 @@ def test_attention_equals_its_slow_twin(tokens, window):
     assert rational.same(actual, expected)
 
 
+@pytest.mark.parametrize(("tokens", "window"), [(1, None), (65, None), (300, None), (130, 67)])
+def test_attention_over_int8_equals_its_slow_twin(tokens, window):
+    q, k, v, positions = attention_inputs(tokens, min(tokens, 2))
+    (k, key_scales), (v, value_scales) = map(math.quantise_groups, (k, v))
+    actual = reference_exact.attend(q, k, v, positions, window, key_scales, value_scales)
+    scales = key_scales[:, 0], value_scales[:, 0]
+    expected = [
+        [slow_attention(head, k[:, 0], v[:, 0], int(position), window, scales) for head in row]
+        for row, position in zip(q, positions)
+    ]
+    assert rational.same(actual, expected)
+
+
 def softmax_attention(q, k, v, positions, window):
     result = np.empty(q.shape)
     for row, position in enumerate(positions):
@@ -274,6 +294,11 @@ def test_attention_never_reads_what_is_masked():
     expected = reference_exact.attend(q[:10], k[:60], v[:60], positions[:10])
     k[60:], v[60:] = np.nan, np.nan
     assert np.array_equal(reference_exact.attend(q, k, v, positions)[:10], expected)
+    ones = np.ones(k.shape[:2], np.float32)
+    ones[60:] = np.nan
+    assert np.array_equal(
+        reference_exact.attend(q, k, v, positions, None, ones, ones)[:10], expected
+    )
     v = np.full_like(v, -(2.0**-126))
     zero = reference_exact.attend(q, np.zeros_like(k), v * np.float32(0.25), positions)
     assert not zero.any()
@@ -313,6 +338,28 @@ def test_rope_in_exact_mode_rounds_to_bf16():
     assert np.array_equal(queries[1], math.round_bf16(queries[1]))
     keys = math.from_bf16(exact.pages[1, :, 3, 2])
     assert np.allclose(keys, plain.pages[1, :, 3, 2], rtol=2.0**-7)
+
+
+def test_int8_pages_hold_each_head_with_a_scale_of_its_own():
+    """K after rope and V, within half a step of 127 of the largest value of the head."""
+    shape = tiny_llama.kv_shape(4, 16)
+    plain = ReferenceBackend(shape, "f32")
+    int8 = ReferenceBackend(replace(shape, dtype="int8"))
+    qkv = np.random.default_rng(6).normal(size=(1, 128)).astype(np.float32)
+    qkv[0, 100] = 50.0
+    for backend in (plain, int8):
+        backend.begin(one_row_step(position=50))
+        backend.rope_kv_write(qkv, tiny_llama.ROPE, 1, 4, 2, 16)
+    for part in (0, 1):
+        expected, values = plain.pages[1, part, 3, 2], int8.pages[1, part, 3, 2]
+        scales = int8.scales[1, part, 3, 2]
+        assert np.allclose(scales, np.abs(expected).max(axis=1) / 127, rtol=1e-6)
+        assert np.abs(values).max(axis=1).tolist() == [127, 127]
+        assert (
+            np.abs(values * scales[:, np.newaxis] - expected).max(axis=1) <= 0.51 * scales
+        ).all()
+    assert not int8.pages[0].any()
+    assert not int8.scales[0].any()
 
 
 def test_norm_linear_puts_outputs_and_biases_side_by_side():

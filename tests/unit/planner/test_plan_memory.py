@@ -83,6 +83,16 @@ def test_sliding_windows_stop_growing_and_shared_layers_keep_nothing() -> None:
     ]
 
 
+def test_int8_counts_the_scale_of_each_token_and_head() -> None:
+    layers = KVLayers((None,) * 30, 3, 64, "int8")
+    answer = report(100, layers=layers)
+    assert answer.value("kv_bytes_per_token") == 2 * 30 * 3 * (64 + 4)
+    assert answer.value("allocated_bytes") == 7 * 16 * 2 * 30 * 3 * (64 + 4)
+    assert "\n".join(answer.as_text()).count("Scales of int8") == 0
+    other = report(100, layers=KVLayers((None,), 1, 64, "fp8"))
+    assert "Scales of fp8 are not counted." in "\n".join(other.as_text())
+
+
 def test_int4_values_are_half_bytes() -> None:
     layers = KVLayers((None,), 1, 1, "int4")
     assert report(3, layers=layers).value("kv_bytes_per_sequence") == 3

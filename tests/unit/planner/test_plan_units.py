@@ -194,7 +194,10 @@ def wide(costs: BareWeights | ModelCosts) -> BareWeights | ModelCosts:
     """The same model with twice the bytes for each weight and each value of KV."""
     if isinstance(costs, BareWeights):
         return replace(costs, bytes_per_parameter=2 * costs.bytes_per_parameter)
-    return ModelCosts(costs.model.with_bits(32), 2 * costs.kv_value_bytes)
+    kv = replace(
+        costs.kv, value_bytes=2 * costs.kv.value_bytes, scale_bytes=2 * costs.kv.scale_bytes
+    )
+    return ModelCosts(costs.model.with_bits(32), kv)
 
 
 @settings(max_examples=40, deadline=None)

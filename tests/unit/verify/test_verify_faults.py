@@ -10,7 +10,7 @@ import pytest
 from poise.config import resolve
 from poise.kernels.cpu import available_isas
 from poise.verify.checks import CHECKS, checks_named
-from poise.verify.faults import FAULTS, WITHOUT_FAULT, Fault
+from poise.verify.faults import FAULTS, WITHOUT_FAULT, Fault, fault_named
 from poise.verify.matrix import BEGIN, END, escaped, markdown, replace_matrix, run_matrix
 from poise.verify.proof import Proof, prove
 from poise.verify.trials import DIFFERENT, NOT_HERE, SAME
@@ -24,9 +24,10 @@ def tiny_proof(fault: Fault | None, *checks: str, **given: object) -> Proof:
     return prove(settings, quick=True, checks=chosen, fault=fault, tiny=True, shrink=False)
 
 
-@pytest.mark.parametrize("block_size", ["16", "64"])
-def test_without_a_fault_all_is_the_same(block_size: str) -> None:
-    proof = tiny_proof(None, **{"block-size": block_size})
+@pytest.mark.parametrize(("block_size", "kv"), [("16", "bf16"), ("64", "bf16"), ("32", "int8")])
+def test_without_a_fault_all_is_the_same(block_size: str, kv: str) -> None:
+    proof = tiny_proof(None, **{"block-size": block_size, "kv-cache-dtype": kv})
+    assert proof.info.details["kv_dtype"] == kv
     assert {o.name: o.status for o in proof.outcomes if o.status not in (SAME, NOT_HERE)} == {}
     assert all(outcome.num_answers for outcome in proof.outcomes)
 
@@ -55,6 +56,15 @@ def test_a_fault_is_found_by_its_check(fault: Fault) -> None:
     assert found is not None
     assert found.differing in [probe.name for probe in found.probes]
     assert found.difference.expected != found.difference.actual
+
+
+@pytest.mark.parametrize(
+    "name", ["none: numpy reference", "unmasked-recycled-page", "wrong-prefix-block"]
+)
+def test_faults_with_int8_kv(name: str) -> None:
+    fault = fault_named(name)
+    [outcome] = tiny_proof(fault, fault.check or "recycled", **{"kv-cache-dtype": "int8"}).outcomes
+    assert outcome.status == (DIFFERENT if fault.check else SAME), outcome
 
 
 @pytest.mark.slow

@@ -95,7 +95,13 @@ def vector(
 
 class Pages:
     def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, num_blocks: int
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        num_blocks: int,
+        type: str = "bf16",
     ) -> None: ...
     @property
     def page_bytes(self) -> int: ...
@@ -104,8 +110,8 @@ class Pages:
     def fill(self, block: int, byte: int) -> None:
         """Fills a page with a byte: tests poison recycled pages so."""
 
-    def view(self) -> Annotated[NDArray[numpy.uint16], dict(shape=(None, None))]:
-        """uint16 [blocks, values per page]: the pages themselves."""
+    def view(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None))]:
+        """uint8 [blocks, bytes per page]: the pages themselves."""
 
 class Plan:
     def __init__(

@@ -38,7 +38,7 @@ class CPUBackend:
         self.pool = pool or native.Pool(threads)
         self.arena = native.Arena()
         self.pages = native.Pages(
-            kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.num_blocks
+            kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.num_blocks, kv.dtype
         )
         self.plan = native.Plan(self.pool, self.variant, max_rows, LOGIT_TILE, self.pages)
         self._kv = kv

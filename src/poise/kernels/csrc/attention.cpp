@@ -4,13 +4,14 @@
 #include "bytes.h"
 #include "elementary.h"
 #include "kernels.h"
+#include "kv_tiles.h"
 
 namespace poise {
 namespace POISE_NS {
 
 namespace {
 
-constexpr int BLOCK = 64, SPLIT = 256, TILE = 16;
+constexpr int BLOCK = 64, SPLIT = 256;
 #if defined(POISE_AVX512)
 constexpr int MICRO = 6, TILES = 4;  // units and 16-column tiles whose sums are held in registers: 6 × 4 of 32
 #else
@@ -18,24 +19,26 @@ constexpr int MICRO = 4, TILES = 1;  // 4 × 1 pair of 16 registers
 #endif
 
 // s[u][0…63] = q_u · K over head_dim/2 pairs, ascending.
-template <int U, class Pair> void scores(const Pair* const* q, const uint16_t* const keys[4], int pairs, float* s) {
+template <int U, class Pair, class Tiles> void scores(const Pair* const* q, const Tiles& tiles, int pairs, float* s) {
     for (int first = 0; first < 4; first += TILES) {
         F32 acc[U][TILES];
         unrolled<U * TILES>([&](auto i) POISE_INLINE { acc[i / TILES][i % TILES] = zero(); });
         for (int k = 0; k < pairs; k++) {
-            Pairs w[TILES];
-            unrolled<TILES>([&](auto t) POISE_INLINE { w[t] = load_pairs(keys[first + t] + (size_t)k * 32); });
+            decltype(tiles.template key_pairs<Pair>(0, 0)) w[TILES];
+            unrolled<TILES>([&](auto t) POISE_INLINE { w[t] = tiles.template key_pairs<Pair>(first + t, k); });
             unrolled<U * TILES>([&](auto i) POISE_INLINE {
                 acc[i / TILES][i % TILES] = dot_pair(acc[i / TILES][i % TILES], w[i % TILES], q[i / TILES] + k);
             });
         }
-        unrolled<U * TILES>([&](auto i) POISE_INLINE { store(s + i / TILES * BLOCK + (first + i % TILES) * 16, acc[i / TILES][i % TILES]); });
+        unrolled<U * TILES>([&](auto i) POISE_INLINE {
+            store(s + i / TILES * BLOCK + (first + i % TILES) * 16, tiles.score(first + i % TILES, acc[i / TILES][i % TILES]));
+        });
     }
 }
 
 // acc_u = acc_u · c_u (or +0 at the first block), then += p_u · V over 32 token pairs, for WIDTH × 16 columns.
-template <int U, int WIDTH, class Pair>
-void values(const Pair* const* p, const uint16_t* const v[4], int head_dim, int column, const float* c, const bool* first,
+template <int U, int WIDTH, class Pair, class Tiles>
+void values(const Pair* const* p, const Tiles& tiles, int head_dim, int column, const float* c, const bool* first,
             float* const* acc_rows) {
     F32 acc[U][WIDTH];
     unrolled<U * WIDTH>([&](auto i) POISE_INLINE {
@@ -44,9 +47,8 @@ void values(const Pair* const* p, const uint16_t* const v[4], int head_dim, int 
     });
     for (int tile = 0; tile < 4; tile++)
         for (int k = 0; k < 8; k++) {
-            const uint16_t* row = v[tile] + ((size_t)k * head_dim + column) * 2;
-            Pairs w[WIDTH];
-            unrolled<WIDTH>([&](auto t) POISE_INLINE { w[t] = load_pairs(row + t * 32); });
+            decltype(tiles.template value_pairs<Pair>(0, 0, 0, 0)) w[WIDTH];
+            unrolled<WIDTH>([&](auto t) POISE_INLINE { w[t] = tiles.template value_pairs<Pair>(tile, k, head_dim, column + t * 16); });
             unrolled<U * WIDTH>([&](auto i) POISE_INLINE {
                 constexpr int u = i / WIDTH, t = i % WIDTH;
                 acc[u][t] = dot_pair(acc[u][t], w[t], p[u] + tile * 8 + k);
@@ -55,36 +57,36 @@ void values(const Pair* const* p, const uint16_t* const v[4], int head_dim, int 
     unrolled<U * WIDTH>([&](auto i) POISE_INLINE { store(acc_rows[i / WIDTH] + column + i % WIDTH * 16, acc[i / WIDTH][i % WIDTH]); });
 }
 
-template <int U, class Pair>
-void values_all(const Pair* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
+template <int U, class Pair, class Tiles>
+void values_all(const Pair* const* p, const Tiles& tiles, int head_dim, const float* c, const bool* first, float* const* acc) {
     int column = 0;
-    for (; column + 16 * TILES <= head_dim; column += 16 * TILES) values<U, TILES>(p, v, head_dim, column, c, first, acc);
-    for (; column < head_dim; column += 16) values<U, 1>(p, v, head_dim, column, c, first, acc);
+    for (; column + 16 * TILES <= head_dim; column += 16 * TILES) values<U, TILES>(p, tiles, head_dim, column, c, first, acc);
+    for (; column < head_dim; column += 16) values<U, 1>(p, tiles, head_dim, column, c, first, acc);
 }
 
-template <class Pair> void scores_of(int count, const Pair* const* q, const uint16_t* const keys[4], int pairs, float* s) {
+template <class Pair, class Tiles> void scores_of(int count, const Pair* const* q, const Tiles& tiles, int pairs, float* s) {
     switch (count) {
-        case 1: return scores<1>(q, keys, pairs, s);
-        case 2: return scores<2>(q, keys, pairs, s);
-        case 3: return scores<3>(q, keys, pairs, s);
-        case 4: return scores<4>(q, keys, pairs, s);
+        case 1: return scores<1>(q, tiles, pairs, s);
+        case 2: return scores<2>(q, tiles, pairs, s);
+        case 3: return scores<3>(q, tiles, pairs, s);
+        case 4: return scores<4>(q, tiles, pairs, s);
 #if defined(POISE_AVX512)
-        case 5: return scores<5>(q, keys, pairs, s);
-        default: return scores<6>(q, keys, pairs, s);
+        case 5: return scores<5>(q, tiles, pairs, s);
+        default: return scores<6>(q, tiles, pairs, s);
 #endif
     }
 }
 
-template <class Pair>
-void values_of(int count, const Pair* const* p, const uint16_t* const v[4], int head_dim, const float* c, const bool* first, float* const* acc) {
+template <class Pair, class Tiles>
+void values_of(int count, const Pair* const* p, const Tiles& tiles, int head_dim, const float* c, const bool* first, float* const* acc) {
     switch (count) {
-        case 1: return values_all<1>(p, v, head_dim, c, first, acc);
-        case 2: return values_all<2>(p, v, head_dim, c, first, acc);
-        case 3: return values_all<3>(p, v, head_dim, c, first, acc);
-        case 4: return values_all<4>(p, v, head_dim, c, first, acc);
+        case 1: return values_all<1>(p, tiles, head_dim, c, first, acc);
+        case 2: return values_all<2>(p, tiles, head_dim, c, first, acc);
+        case 3: return values_all<3>(p, tiles, head_dim, c, first, acc);
+        case 4: return values_all<4>(p, tiles, head_dim, c, first, acc);
 #if defined(POISE_AVX512)
-        case 5: return values_all<5>(p, v, head_dim, c, first, acc);
-        default: return values_all<6>(p, v, head_dim, c, first, acc);
+        case 5: return values_all<5>(p, tiles, head_dim, c, first, acc);
+        default: return values_all<6>(p, tiles, head_dim, c, first, acc);
 #endif
     }
 }
@@ -131,7 +133,7 @@ inline const FloatPair* operands(const uint16_t* row, int count, FloatPair* scra
     return scratch;
 }
 
-template <class Pair> void run_item(const AttentionParams& params, const AttentionItem& item, float* scratch) {
+template <class Pair, class Tiles> void run_item(const AttentionParams& params, const AttentionItem& item, float* scratch) {
     const KVLayout& kv = *params.kv;
     const int d = kv.head_dim, group = params.num_heads / kv.num_kv_heads, units = item.num_rows * group;
     const size_t state_floats = 2 * MAX_UNITS + (size_t)MAX_UNITS * d;
@@ -140,9 +142,7 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
     float* wide = s + MICRO * BLOCK;                             // [MAX_UNITS][d] q and [MICRO][64] p, where they are widened
     float* wide_p = wide + (size_t)MAX_UNITS * d;
     uint16_t* probabilities = (uint16_t*)(wide_p + MICRO * BLOCK);  // [MICRO][64] bf16
-    uint16_t* zero_tile = probabilities + MICRO * BLOCK;         // [16 · d]
-    uint16_t* masked_tile = zero_tile + TILE * d;                // V of the last tile, masked at the end of the sequence
-    memset(zero_tile, 0, sizeof(uint16_t) * TILE * d);
+    const Scratch tile_scratch = carve_tiles(probabilities + MICRO * BLOCK, d);
     const Pair* queries[MAX_UNITS];
     for (int u = 0; u < units; u++) {
         const int row = item.row + u / group, head = item.kv_head * group + u % group;
@@ -156,25 +156,15 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
         const int split_start = (item.first_split + i) * SPLIT;
         for (int start = split_start; start < split_start + SPLIT && start <= last; start += BLOCK) {
             if (start + BLOCK <= first_key) continue;
-            const uint16_t *keys[4], *vals[4];
+            Tiles tiles;
             for (int t = 0; t < 4; t++) {
                 const int token = start + t * TILE;
                 if (token >= item.kv_length || token + TILE <= first_key) {
-                    keys[t] = vals[t] = zero_tile;
+                    tiles.hide(t, tile_scratch);
                     continue;
                 }
-                const int tile = token / TILE, block = item.block_table[params.first_column + tile / tiles_per_page], inside = tile % tiles_per_page;
-                keys[t] = kv.keys(block, params.layer, item.kv_head) + (size_t)inside * TILE * d;
-                vals[t] = kv.values(block, params.layer, item.kv_head) + (size_t)inside * TILE * d;
-                const int valid = item.kv_length - token;
-                if (valid < TILE) {  // a recycled page may hold anything behind the end
-                    const size_t full = (size_t)(valid / 2) * d * 2;
-                    memcpy(masked_tile, vals[t], full * 2);
-                    memset(masked_tile + full, 0, (TILE * (size_t)d - full) * 2);
-                    if (valid % 2)
-                        for (int k = 0; k < d; k++) masked_tile[full + k * 2] = vals[t][full + k * 2];
-                    vals[t] = masked_tile;
-                }
+                const int tile = token / TILE, block = item.block_table[params.first_column + tile / tiles_per_page];
+                tiles.place(t, kv, block, params.layer, item.kv_head, tile % tiles_per_page, item.kv_length - token, tile_scratch);
             }
             // Units whose row sees this block: rows are in position order, so these are neighbours.
             const int first_row = start > item.position ? start - item.position : 0;
@@ -191,7 +181,7 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
                     acc[i2] = split.acc + (size_t)u * d;
                     first[i2] = start == split_start || start <= first_visible(item.position + u / group, window);
                 }
-                scores_of(count, q, keys, d / 2, s);
+                scores_of(count, q, tiles, d / 2, s);
                 for (int i2 = 0; i2 < count; i2++) {
                     const int u = u0 + i2, position = item.position + u / group;
                     const int visible = position - start + 1, hidden = first_visible(position, window) - start;
@@ -215,16 +205,21 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
                     F32 lane = zero();
                     for (int t = 0; t < 4; t++) {
                         F32 e = exp(load(row + t * 16) - set1(maxima[i2]));
-                        if (visible < BLOCK || hidden > 0) e = select(mask_from_bits(visible_bits(hidden, visible, t)), e, zero());
+                        F32 weight = tiles.weight(t, e);
+                        if (visible < BLOCK || hidden > 0) {
+                            const Mask m = mask_from_bits(visible_bits(hidden, visible, t));
+                            e = select(m, e, zero());
+                            weight = select(m, weight, zero());
+                        }
                         lane = lane + e;
-                        store_low_u16(probabilities + i2 * BLOCK + t * 16, to_bf16(e));
+                        store_low_u16(probabilities + i2 * BLOCK + t * 16, to_bf16(weight));
                     }
                     p[i2] = operands(probabilities + i2 * BLOCK, BLOCK, (Pair*)(wide_p + i2 * BLOCK));
                     const float sum = fold_sum(lane);
                     split.l[u] = first[i2] ? sum : lane0(fma(set1(split.l[u]), set1(correction[i2]), set1(sum)));
                     split.m[u] = maxima[i2];
                 }
-                values_of(count, p, vals, d, correction, first, acc);
+                values_of(count, p, tiles, d, correction, first, acc);
             }
         }
         if (item.partial) {
@@ -255,11 +250,18 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
     }
 }
 
+template <class Pair> void run_item_of(const AttentionParams& params, const AttentionItem& item, float* scratch) {
+    if (params.kv->type == KV_BF16) return run_item<Pair, Bf16Tiles>(params, item, scratch);
+    const int units = item.num_rows * (params.num_heads / params.kv->num_kv_heads);
+    if (units > MICRO) run_item<Pair, WidenedTiles>(params, item, scratch);
+    else run_item<Pair, Int8Tiles>(params, item, scratch);
+}
+
 }  // namespace
 
 void attend(const AttentionParams& params, const AttentionItem& item, float* scratch) {
-    if (use_dot_bf16) run_item<uint32_t>(params, item, scratch);
-    else run_item<FloatPair>(params, item, scratch);
+    if (use_dot_bf16) run_item_of<uint32_t>(params, item, scratch);
+    else run_item_of<FloatPair>(params, item, scratch);
 }
 
 // Folds the splits that several items of one tile left behind, ascending.

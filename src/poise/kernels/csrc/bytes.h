@@ -245,6 +245,22 @@ inline F32 dot_pair(F32 acc, WidePairs w, const uint32_t* pair) {
     return fma(w.even, from_bits(shift_left<16>(both)), fma(w.odd, from_bits(both & set1_i((int32_t)0xffff0000)), acc));
 }
 
+inline F32 dot_pair(F32 acc, WidePairs w, const FloatPair* pair) {
+    return fma(w.even, set1(pair->even), fma(w.odd, set1(pair->odd), acc));
+}
+// The pairs as bf16, for values that are exact in it.
+inline I32 joined(WidePairs w) { return shift_right<16>(bits(w.even)) | (bits(w.odd) & set1_i((int32_t)0xffff0000)); }
+inline void store_pairs(uint16_t* p, WidePairs w) { store_i((int32_t*)p, joined(w)); }
+
+// Pairs of int8 from two rows of 16, in the form that is cheapest to multiply by a kind of pair.
+inline WidePairs int8_pairs(const int8_t* even, const int8_t* odd) { return {to_float(load_i8(even)), to_float(load_i8(odd))}; }
+inline WidePairs int8_pairs(const int8_t* even, const int8_t* odd, const FloatPair*) { return int8_pairs(even, odd); }
+#if defined(POISE_AVX512)
+inline Pairs int8_pairs(const int8_t* even, const int8_t* odd, const uint32_t*) { return {joined(int8_pairs(even, odd)).v}; }
+#else
+inline WidePairs int8_pairs(const int8_t* even, const int8_t* odd, const uint32_t*) { return int8_pairs(even, odd); }
+#endif
+
 constexpr int PARTS = 16 / COLUMNS;  // column vectors in a panel
 
 // Pair I (k = 2I, 2I + 1) of a group of 32 weights less their zero point: small integers, exact in bf16.
@@ -253,8 +269,7 @@ template <int I, int ZERO> inline WidePairs pair_of(const Quads (*w)[8], WidePai
 }
 #if defined(POISE_AVX512)
 template <int I, int ZERO> inline Pairs pair_of(const Quads (*w)[8], Pairs*) {
-    const WidePairs wide = pair_of<I, ZERO>(w, (WidePairs*)nullptr);
-    return {(shift_right<16>(bits(wide.even)) | (bits(wide.odd) & set1_i((int32_t)0xffff0000))).v};
+    return {joined(pair_of<I, ZERO>(w, (WidePairs*)nullptr)).v};
 }
 #endif
 

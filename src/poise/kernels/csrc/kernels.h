@@ -8,17 +8,23 @@
 
 namespace poise {
 
-// Geometry of the pages (see attention.cpp): page → layer → K of all heads, then V of all heads.
-// K of a head: tiles of 16 tokens [head_dim/2][16][2] bf16; V of a head: [block_size/2][head_dim][2] bf16.
+enum KVType { KV_BF16, KV_INT8 };
+
+// Geometry of the pages (see attention.cpp): page → layer → K of all heads, then V of all heads; int8: then their scales.
+// bf16: K of a head in tiles of 16 tokens [head_dim/2][16][2], V [block_size/2][head_dim][2].
+// int8: K of a head in tiles of 16 tokens [head_dim][16], V [block_size][head_dim], scales of K and of V f32 [block_size].
 struct KVLayout {
     uint8_t* base;
     size_t page_bytes;
     int num_layers, num_kv_heads, head_dim, block_size;
-    size_t layer_bytes() const { return (size_t)num_kv_heads * block_size * head_dim * 4; }
-    uint16_t* keys(int block, int layer, int head) const {
-        return (uint16_t*)(base + (size_t)block * page_bytes + layer * layer_bytes()) + (size_t)head * block_size * head_dim;
-    }
-    uint16_t* values(int block, int layer, int head) const { return keys(block, layer, num_kv_heads + head); }
+    KVType type;
+    size_t head_bytes() const { return (size_t)block_size * head_dim * (type == KV_INT8 ? 1 : 2); }
+    size_t scale_bytes() const { return type == KV_INT8 ? sizeof(float) * block_size : 0; }
+    size_t layer_bytes() const { return 2 * num_kv_heads * (head_bytes() + scale_bytes()); }
+    uint8_t* keys(int block, int layer, int head) const { return base + (size_t)block * page_bytes + layer * layer_bytes() + head * head_bytes(); }
+    uint8_t* values(int block, int layer, int head) const { return keys(block, layer, num_kv_heads + head); }
+    float* key_scales(int block, int layer, int head) const { return (float*)keys(block, layer, 2 * num_kv_heads) + (size_t)head * block_size; }
+    float* value_scales(int block, int layer, int head) const { return key_scales(block, layer, num_kv_heads + head); }
 };
 
 struct RopeParams {
@@ -64,8 +70,8 @@ struct KernelTable {
     void (*silu_mul)(const float* gate, const float* up, float* out);  // 16 elements
     void (*gelu_mul)(const float* gate, const float* up, float* out);  // 16 elements
     void (*rope_angles)(int32_t position, const float* inverse_frequencies, int num_pairs, float* out);
-    // One head of one row: norm, rope, rounding. kind 0 q (to out), 1 k, 2 v (to the page slot).
-    void (*rope_head)(const RopeParams& rope, int kind, const float* x, int row, uint16_t* out, int slot_in_block);
+    // One head of one row: norm, rope, rounding. kind 0 q (bf16), 1 k, 2 v (to the slot of a block; int8 where `scale` is given).
+    void (*rope_head)(const RopeParams& rope, int kind, const float* x, int row, void* out, float* scale, int slot_in_block);
     void (*attend)(const AttentionParams& params, const AttentionItem& item, float* scratch);
     void (*fold_partials)(const AttentionParams& params, const AttentionItem* items, int num_items);
     SampleRowFn sample_row;

@@ -105,16 +105,24 @@ std::shared_ptr<Vector> vector_of(std::shared_ptr<Arena> arena, Array1<float> va
     return std::make_shared<Vector>(Vector{std::move(arena), data, n});
 }
 
-// Pages of one KV group; see KVLayout.
+// The pages of a model; see KVLayout.
 struct Pages {
-    Mapping memory;
     KVLayout layout;
     int num_blocks;
-    Pages(int num_layers, int num_kv_heads, int head_dim, int block_size, int num_blocks_)
-        : memory((size_t)num_layers * num_kv_heads * head_dim * block_size * 4 * num_blocks_), num_blocks(num_blocks_) {
+    Mapping memory;
+    Pages(int num_layers, int num_kv_heads, int head_dim, int block_size, int num_blocks_, const std::string& type)
+        : layout(layout_of(num_layers, num_kv_heads, head_dim, block_size, type)), num_blocks(num_blocks_), memory(layout.page_bytes * num_blocks) {
+        layout.base = memory.data();
+    }
+
+  private:
+    static KVLayout layout_of(int num_layers, int num_kv_heads, int head_dim, int block_size, const std::string& type) {
         if (head_dim % 16 || head_dim > 1024) throw std::invalid_argument("head_dim " + std::to_string(head_dim) + " is not a multiple of 16 up to 1024");
         if (block_size % 16) throw std::invalid_argument("block_size " + std::to_string(block_size) + " is not a multiple of 16");
-        layout = {memory.data(), (size_t)num_layers * num_kv_heads * head_dim * block_size * 4, num_layers, num_kv_heads, head_dim, block_size};
+        if (type != "bf16" && type != "int8") throw std::invalid_argument("unknown KV type " + type + ": bf16 or int8");
+        KVLayout layout{nullptr, 0, num_layers, num_kv_heads, head_dim, block_size, type == "int8" ? KV_INT8 : KV_BF16};
+        layout.page_bytes = layout.layer_bytes() * num_layers;
+        return layout;
     }
 };
 
@@ -164,7 +172,7 @@ NB_MODULE(_native, m) {
     m.def("vector", &vector_of, "arena"_a, "values"_a);
 
     nb::class_<Pages>(m, "Pages")
-        .def(nb::init<int, int, int, int, int>(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "num_blocks"_a)
+        .def(nb::init<int, int, int, int, int, const std::string&>(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "num_blocks"_a, "type"_a = "bf16")
         .def_prop_ro("page_bytes", [](const Pages& p) { return p.layout.page_bytes; })
         .def_prop_ro("num_blocks", [](const Pages& p) { return p.num_blocks; })
         .def("fill", [](Pages& p, int block, int byte) {
@@ -173,9 +181,9 @@ NB_MODULE(_native, m) {
         }, "block"_a, "byte"_a, "Fills a page with a byte: tests poison recycled pages so.")
         .def("view", [](nb::handle self) {
             Pages& p = nb::cast<Pages&>(self);
-            const size_t shape[2] = {(size_t)p.num_blocks, p.layout.page_bytes / 2};
-            return nb::ndarray<nb::numpy, uint16_t, nb::ndim<2>>(p.layout.base, 2, shape, self);
-        }, "uint16 [blocks, values per page]: the pages themselves.");
+            const size_t shape[2] = {(size_t)p.num_blocks, p.layout.page_bytes};
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(p.layout.base, 2, shape, self);
+        }, "uint8 [blocks, bytes per page]: the pages themselves.");
 
     nb::class_<PlanHandle>(m, "Plan")
         .def(nb::init<std::shared_ptr<Pool>, const std::string&, int, int, std::shared_ptr<Pages>>(), "pool"_a, "isa"_a, "max_rows"_a, "logit_tile"_a, "pages"_a)

@@ -21,7 +21,8 @@ int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(s
 
 size_t attention_scratch_floats(int head_dim) {
     const size_t state = 2 * MAX_UNITS + (size_t)MAX_UNITS * head_dim;
-    return 2 * state + 2 * 6 * 64 + (size_t)MAX_UNITS * head_dim + (6 * 64 + 32 * (size_t)head_dim) / 2 + 16;
+    const size_t tiles = (2 + 4 * 2) * 16 * (size_t)head_dim;  // see kv_tiles.h, Scratch
+    return 2 * state + 2 * 6 * 64 + (size_t)MAX_UNITS * head_dim + (6 * 64 + tiles) / 2 + 16;
 }
 
 Plan::Plan(std::shared_ptr<Pool> pool, const KernelTable* kernels, int max_rows, int logit_tile, KVLayout kv, int num_blocks)
@@ -421,13 +422,14 @@ void Plan::rope_kv(const Operation& op, Range range) {
         const int head = kind == 0 ? h : (h - op.num_heads) % kv_heads;
         const float* x = buffers_[op.in].data + (size_t)r * buffers_[op.in].width + (size_t)h * d;
         if (kind == 0) {
-            kernels_->rope_head(rope, 0, x, r, q + ((size_t)r * op.num_heads + head) * d, 0);
+            kernels_->rope_head(rope, 0, x, r, q + ((size_t)r * op.num_heads + head) * d, nullptr, 0);
             continue;
         }
         const int position = step_.positions[r], column = op.table * table_columns() + position / kv_.block_size;
         const int block = step_.block_tables[(size_t)sequence * step_.table_stride + column];
-        uint16_t* to = kind == 1 ? kv_.keys(block, op.layer, head) : kv_.values(block, op.layer, head);
-        kernels_->rope_head(rope, kind, x, r, to, position % kv_.block_size);
+        const int place = kind == 1 ? head : kv_heads + head, slot = position % kv_.block_size;
+        float* scale = kv_.type == KV_INT8 ? kv_.key_scales(block, op.layer, place) + slot : nullptr;
+        kernels_->rope_head(rope, kind, x, r, kv_.keys(block, op.layer, place), scale, slot);
     }
 }
 

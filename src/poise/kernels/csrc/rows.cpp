@@ -21,28 +21,28 @@ inline int sum16(const int8_t* q) {
     return s;
 }
 
-void quantize_group(const float* x, int8_t* q, float& d, int32_t& first, int32_t& second) {
-    const F32 a = load(x), b = load(x + 16);
-    const I32 magnitude = set1_i(0x7fffffff);
-    const I32 ma = bits(a) & magnitude, mb = bits(b) & magnitude;
-    const I32 largest = set1_i(0x7f7fffff);
-    if (mask_bits(less_i(largest, ma)) | mask_bits(less_i(largest, mb))) {
-        d = __builtin_nanf("");
-        memset(q, 0, 32);
-        first = second = 0;
-        return;
+// n values (a multiple of 16) as integers −127 … 127. Returns their scale: 0 where all are tiny, NaN where one is not finite.
+POISE_INLINE inline float quantize(const float* x, int n, int8_t* q) {
+    const I32 magnitude = set1_i(0x7fffffff), largest = set1_i(0x7f7fffff);
+    F32 peak = zero();
+    uint32_t broken = 0;
+    for (int k = 0; k < n; k += 16) {
+        const I32 m = bits(load(x + k)) & magnitude;
+        broken |= mask_bits(less_i(largest, m));
+        peak = maximum(from_bits(m), peak);
     }
-    const float m = fold_max(maximum(from_bits(ma), from_bits(mb)));
+    const float m = broken ? 0.0f : fold_max(peak);
     if (!(m >= 0x1p-100f)) {
-        d = 0.0f;
-        memset(q, 0, 32);
-        first = second = 0;
-        return;
+        memset(q, 0, n);
+        return broken ? __builtin_nanf("") : 0.0f;
     }
     const F32 r = set1(127.0f / m);
-    d = m / 127.0f;
-    store_low_i8(q, to_int(a * r));
-    store_low_i8(q + 16, to_int(b * r));
+    for (int k = 0; k < n; k += 16) store_low_i8(q + k, to_int(load(x + k) * r));
+    return m / 127.0f;
+}
+
+void quantize_group(const float* x, int8_t* q, float& d, int32_t& first, int32_t& second) {
+    d = quantize(x, 32, q);
     first = sum16(q);
     second = sum16(q + 16);
 }
@@ -144,18 +144,44 @@ void rope_angles(int32_t position, const float* inverse_frequencies, int num_pai
     }
 }
 
-void rope_head(const RopeParams& rope, int kind, const float* x, int row, uint16_t* out, int slot) {
-    const int d = rope.head_dim, half = rope.num_pairs;
-    float y[1024];
-    if (kind == 2) {
-        uint16_t t[16];
-        uint16_t* base = out + (size_t)(slot / 2) * d * 2 + slot % 2;
-        for (int k = 0; k < d; k += 16) {
-            store_low_u16(t, to_bf16(load(x + k)));
-            for (int j = 0; j < 16; j++) base[(k + j) * 2] = t[j];
-        }
+namespace {
+
+void write_value(const float* x, int d, void* out, float* scale, int slot) {
+    if (scale) {
+        *scale = quantize(x, d, (int8_t*)out + (size_t)slot * d);
         return;
     }
+    uint16_t t[16];
+    uint16_t* base = (uint16_t*)out + (size_t)(slot / 2) * d * 2 + slot % 2;
+    for (int k = 0; k < d; k += 16) {
+        store_low_u16(t, to_bf16(load(x + k)));
+        for (int j = 0; j < 16; j++) base[(k + j) * 2] = t[j];
+    }
+}
+
+void write_key(const float* x, int d, void* out, float* scale, int slot) {
+    const size_t tile = (size_t)(slot / 16) * 16 * d;
+    if (scale) {
+        int8_t q[1024];
+        *scale = quantize(x, d, q);
+        int8_t* base = (int8_t*)out + tile + slot % 16;
+        for (int k = 0; k < d; k++) base[k * 16] = q[k];
+        return;
+    }
+    uint16_t t[16];
+    uint16_t* base = (uint16_t*)out + tile + (slot % 16) * 2;
+    for (int k = 0; k < d; k += 16) {
+        store_low_u16(t, to_bf16(load(x + k)));
+        for (int j = 0; j < 16; j += 2) memcpy(base + (size_t)((k + j) / 2) * 32, t + j, 4);
+    }
+}
+
+}  // namespace
+
+void rope_head(const RopeParams& rope, int kind, const float* x, int row, void* out, float* scale, int slot) {
+    if (kind == 2) return write_value(x, rope.head_dim, out, scale, slot);
+    const int d = rope.head_dim, half = rope.num_pairs;
+    float y[1024];
     const float* norm = kind == 0 ? rope.q_norm : rope.k_norm;
     if (norm) {
         rms_norm(x, norm, rope.eps, d, y);
@@ -172,17 +198,9 @@ void rope_head(const RopeParams& rope, int kind, const float* x, int row, uint16
         store_partial(rotated + i, fma(a, c, negate(b * s)), n);
         store_partial(rotated + half + i, fma(b, c, a * s), n);
     }
-    uint16_t t[16];
-    if (kind == 0) {
-        const F32 scale = set1(rope.q_scale);
-        for (int k = 0; k < d; k += 16) store_low_u16(out + k, to_bf16(load(rotated + k) * scale));
-        return;
-    }
-    uint16_t* base = out + (size_t)(slot / 16) * 16 * d + (slot % 16) * 2;
-    for (int k = 0; k < d; k += 16) {
-        store_low_u16(t, to_bf16(load(rotated + k)));
-        for (int j = 0; j < 16; j += 2) memcpy(base + (size_t)((k + j) / 2) * 32, t + j, 4);
-    }
+    if (kind == 1) return write_key(rotated, d, out, scale, slot);
+    const F32 query_scale = set1(rope.q_scale);
+    for (int k = 0; k < d; k += 16) store_low_u16((uint16_t*)out + k, to_bf16(load(rotated + k) * query_scale));
 }
 
 }  // namespace POISE_NS

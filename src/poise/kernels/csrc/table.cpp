@@ -15,7 +15,7 @@ void dequantize_row(const Matrix&, int, float*);
 void silu_mul(const float*, const float*, float*);
 void gelu_mul(const float*, const float*, float*);
 void rope_angles(int32_t, const float*, int, float*);
-void rope_head(const RopeParams&, int, const float*, int, uint16_t*, int);
+void rope_head(const RopeParams&, int, const float*, int, void*, float*, int);
 void attend(const AttentionParams&, const AttentionItem&, float*);
 void fold_partials(const AttentionParams&, const AttentionItem*, int);
 bool dot_bf16_is_exact();
