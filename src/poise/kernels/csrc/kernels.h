@@ -30,15 +30,30 @@ struct RopeParams {
     float q_scale;
 };
 
-// Attention of `num_rows` consecutive rows of one sequence, from absolute `position`, for one KV head.
+// Attention of `num_rows` rows for one KV head: consecutive ones of one sequence, from absolute `position`; or, where `shared`,
+// rows of several sequences that all see the item's splits whole, on the same blocks.
 struct AttentionItem {
     const int32_t* block_table;  // of the sequence, all groups
     int kv_length;      // tokens of the sequence whose KV is written
-    int row, num_rows;  // rows of the step
+    int row, num_rows;  // rows of the step; where `shared`, places in `shared_rows`
     int position;       // absolute position of the first row
     int kv_head;
     int first_split, num_splits;
-    float* partial;     // null: write the result; else the state (m, l, acc) of each unit, to be folded later
+    bool shared;
+    size_t partial;     // NOT_PARTIAL: write the result; else where the states (m, l, acc) of the first row's splits go
+    size_t row_floats;  // from there to the next row's
+};
+constexpr size_t NOT_PARTIAL = SIZE_MAX;
+
+struct AttentionRow {
+    int row;
+    size_t partial;
+};
+
+// Rows whose splits several items leave behind: states [row][split][unit of the head's group] from `partial` on.
+struct AttentionFold {
+    int row, num_rows, position, kv_head, first_split, num_splits;
+    size_t partial, row_floats;
 };
 
 struct AttentionParams {
@@ -48,6 +63,8 @@ struct AttentionParams {
     int window;         // a row at position p sees p - window + 1 … p; 0: all up to p
     const uint16_t* q;  // [row][num_heads][head_dim] bf16
     float* out;         // [row][num_heads · head_dim]
+    const AttentionRow* shared_rows;
+    float* partials;
 };
 
 enum ProductKind { INT8_PRODUCTS, BF16_PRODUCTS, F32_PRODUCTS };
@@ -67,7 +84,7 @@ struct KernelTable {
     // One head of one row: norm, rope, rounding. kind 0 q (to out), 1 k, 2 v (to the page slot).
     void (*rope_head)(const RopeParams& rope, int kind, const float* x, int row, uint16_t* out, int slot_in_block);
     void (*attend)(const AttentionParams& params, const AttentionItem& item, float* scratch);
-    void (*fold_partials)(const AttentionParams& params, const AttentionItem* items, int num_items);
+    void (*fold_partials)(const AttentionParams& params, const AttentionFold& fold);
     SampleRowFn sample_row;
     bool (*dot_bf16_is_exact)();
     // The machine's own limits, for rooflines (probe.cpp).
