@@ -160,6 +160,7 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
     const int tiles_per_page = kv.block_size / TILE;
     const int last = item.position + item.num_rows - 1, window = item.shared ? 0 : params.window;
     const int first_key = first_visible(item.position, window);  // keys before it may have lost their pages
+    const bool leaves_states = item.shared || item.fold != NO_FOLD;
 
     for (int i = 0; i < item.num_splits; i++) {
         const int split_start = (item.first_split + i) * SPLIT;
@@ -236,7 +237,7 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
                 values_of(count, p, vals, d, correction, first, acc);
             }
         }
-        if (item.partial != NOT_PARTIAL) {
+        if (leaves_states) {
             for (int u = 0; u < units; u++) {
                 float* out = partial_of(params, item, u / group) + ((size_t)i * group + u % group) * (d + 2);
                 out[0] = split.m[u];
@@ -257,7 +258,7 @@ template <class Pair> void run_item(const AttentionParams& params, const Attenti
             }
         }
     }
-    if (item.partial != NOT_PARTIAL) return;
+    if (leaves_states) return;
     for (int u = 0; u < units; u++) {
         const int row = item.row + u / group, head = item.kv_head * group + u % group;
         finish(total.acc + (size_t)u * d, total.l[u], d, params.out + ((size_t)row * params.num_heads + head) * d);

@@ -103,16 +103,19 @@ void AttentionPlan::add_own_items(const StepArrays& step, int num_kv_heads, int 
         const int32_t* table = step.block_tables + (size_t)tile.sequence * step.table_stride;
         const int length = step.positions[step.query_start[tile.sequence + 1] - 1] + 1;
         const uint8_t* shared = is_shared_.data() + tile.shared;
+        tile.fold = (int)folds_.size();
         for (int head = 0; head < num_kv_heads; head++) {
             const size_t partial = tile.partial + (size_t)head * tile.num_splits * split_floats_;
+            const int fold = folded ? tile.fold + head : NO_FOLD;
+            int num_parts = 0;
             for (int split = 0, end; split < tile.num_splits; split = end) {
                 end = split + 1;
                 if (shared[split]) continue;
                 while (end < tile.num_splits && end - split < per_item && !shared[end]) end++;
-                const size_t from = folded ? partial + split * split_floats_ : NOT_PARTIAL;
-                items_.push_back({table, length, tile.row, tile.num_rows, tile.position, head, tile.first_split + split, end - split, false, from, row});
+                items_.push_back({table, length, tile.row, tile.num_rows, tile.position, head, tile.first_split + split, end - split, false, fold, partial + split * split_floats_, row});
+                num_parts++;
             }
-            if (folded) folds_.push_back({tile.row, tile.num_rows, tile.position, head, tile.first_split, tile.num_splits, partial, row});
+            if (folded) folds_.push_back({tile.row, tile.num_rows, tile.position, head, tile.first_split, tile.num_splits, partial, row, num_parts});
         }
     }
 }
@@ -132,11 +135,13 @@ void AttentionPlan::add_shared_items(const StepArrays& step, int num_kv_heads, i
             for (int i = shared.begin; i < shared.end; i++) {
                 const Tile& tile = tiles_[sharing_[i]];
                 const size_t at = tile.partial + ((size_t)head * tile.num_splits + shared.split - tile.first_split) * split_floats_;
-                for (int r = 0; r < tile.num_rows; r++) shared_rows_.push_back({tile.row + r, at + r * row_floats(tile, num_kv_heads)});
+                const int fold = tile.fold + head;
+                for (int r = 0; r < tile.num_rows; r++) shared_rows_.push_back({tile.row + r, fold, at + r * row_floats(tile, num_kv_heads)});
+                folds_[fold].num_parts += tile.num_rows;
             }
             for (int cut = 0; cut < cuts; cut++) {
                 const int begin = shared.num_rows * cut / cuts, rows = shared.num_rows * (cut + 1) / cuts - begin;
-                items_.push_back({table, end, first + begin, rows, end - 1, head, shared.split, 1, true, 0, 0});
+                items_.push_back({table, end, first + begin, rows, end - 1, head, shared.split, 1, true, NO_FOLD, 0, 0});
             }
         }
     }

@@ -34,6 +34,7 @@ class AttentionPlan {
         int num_shared;      // splits that shared items compute
         size_t shared;       // in is_shared_: one flag for each split
         size_t partial = 0;  // floats [row][KV head][split][unit][state], where it is folded
+        int fold = 0;        // of the first KV head, where it is folded
     };
     struct Candidate {  // a tile that may share its splits first_split … end_split - 1
         int tile, first_split, end_split;

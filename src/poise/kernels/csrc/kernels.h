@@ -40,20 +40,23 @@ struct AttentionItem {
     int kv_head;
     int first_split, num_splits;
     bool shared;
-    size_t partial;     // NOT_PARTIAL: write the result; else where the states (m, l, acc) of the first row's splits go
+    int fold;           // NO_FOLD: write the result; else leave the states (m, l, acc) of each split behind, for this fold
+    size_t partial;     // where the states of the first row's splits go
     size_t row_floats;  // from there to the next row's
 };
-constexpr size_t NOT_PARTIAL = SIZE_MAX;
+constexpr int NO_FOLD = -1;
 
 struct AttentionRow {
-    int row;
+    int row, fold;
     size_t partial;
 };
 
-// Rows whose splits several items leave behind: states [row][split][unit of the head's group] from `partial` on.
+// Rows whose splits several items leave behind: states [row][split][unit of the head's group] from `partial` on. `num_parts`: items
+// that leave some, one of shared rows counting for each of the rows.
 struct AttentionFold {
     int row, num_rows, position, kv_head, first_split, num_splits;
     size_t partial, row_floats;
+    int num_parts;
 };
 
 struct AttentionParams {

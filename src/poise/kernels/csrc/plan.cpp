@@ -175,12 +175,17 @@ void Plan::check(const StepArrays& step) const {
 
 void Plan::plan_attention(const StepArrays& step) {
     if (!num_heads_) return;
-    size_t partial_floats = 0;
+    size_t partial_floats = 0, num_folds = 0;
     for (int table = 0; table < (int)attention_.size(); table++) {
         attention_[table].build(step, kv_, table * table_columns(step), num_heads_, pool_->size(), share_prefixes_);
         partial_floats = std::max(partial_floats, attention_[table].partial_floats());
+        num_folds = std::max(num_folds, attention_[table].folds().size());
     }
     if (partials_.size() < partial_floats) partials_.resize(partial_floats);
+    if (num_arrived_ < num_folds) {
+        arrived_ = std::make_unique<std::atomic<int>[]>(num_folds);
+        num_arrived_ = num_folds;
+    }
 }
 
 std::vector<int64_t> Plan::spared_keys() const {
@@ -398,13 +403,20 @@ void Plan::attend(const Operation& op, Walk& walk) {
     const AttentionParams params{&kv_, op.layer, op.num_heads, op.table * table_columns(step_), plan.window,
                                  (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data, plan.shared_rows().data(), partials_.data()};
     const auto& items = plan.items();
-    const auto& folds = plan.folds();
-    phase(walk, (int)items.size(), 1, [&](Range i) { kernels_->attend(params, items[items.size() - 1 - i.begin], workers_[walk.worker].attention); });
-    if (folds.empty()) return;
-    const int count = (int)folds.size();
-    phase(walk, count, chunk_of(count, 1), [&](Range mine) {
-        for (int i = mine.begin; i < mine.end; i++) kernels_->fold_partials(params, folds[i]);
+    phase(walk, (int)items.size(), 1, [&](Range i) {
+        const AttentionItem& item = items[items.size() - 1 - i.begin];
+        kernels_->attend(params, item, workers_[walk.worker].attention);
+        if (item.fold != NO_FOLD) count_part(plan, params, item.fold);
+        for (int r = 0; item.shared && r < item.num_rows; r++) count_part(plan, params, plan.shared_rows()[item.row + r].fold);
     });
+}
+
+// Folds what has all its parts: the worker that brought the last one sees what the others wrote.
+void Plan::count_part(const AttentionPlan& plan, const AttentionParams& params, int fold) {
+    const AttentionFold& parts = plan.folds()[fold];
+    if (arrived_[fold].fetch_add(1, std::memory_order_acq_rel) + 1 < parts.num_parts) return;
+    arrived_[fold].store(0, std::memory_order_relaxed);
+    kernels_->fold_partials(params, parts);
 }
 
 void Plan::logits(const Operation& op, Walk& walk) {

@@ -112,6 +112,7 @@ class Plan {
     int table_columns(const StepArrays& step) const { return step.table_stride / (int)attention_.size(); }
     void rope_kv(const Operation& op, Range heads);
     void attend(const Operation& op, Walk& walk);
+    void count_part(const AttentionPlan& plan, const AttentionParams& params, int fold);
     void logits(const Operation& op, Walk& walk);
     void reserve(const Matrix& weight);
 
@@ -135,6 +136,8 @@ class Plan {
     std::vector<AttentionPlan> attention_;  // of each table
     bool share_prefixes_ = true;
     std::vector<float> partials_;           // one layer's are folded before the next layer writes its own
+    std::unique_ptr<std::atomic<int>[]> arrived_;  // parts of each fold of a layer, 0 between layers; whoever brings the last one folds
+    size_t num_arrived_ = 0;
     std::unique_ptr<Phase[]> phases_;
     size_t num_phases_ = 0;
 };
