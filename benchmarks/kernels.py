@@ -148,7 +148,7 @@ def measure_part(kernels: KernelSteps, part: Part, probe: RateProbe, repeat: int
         probe.measure()
     plan.profiling = False
     counter = WorkCounter(kernels.backend.operations)
-    counter.add(step)
+    counter.add(step, kernels.backend.spared_keys)
     by_name: dict[str, dict[str, float]] = {}
     for operation, work, begin, end in zip(
         kernels.backend.operations, counter.by_operation(), best, best[1:]

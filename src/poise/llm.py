@@ -72,6 +72,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         threads: int | None = None,
         activations: Activations = "int8",
+        enable_shared_prefix_attention: bool = True,
     ) -> None:
         from poise.engine.build import build_engine  # needs the native kernels; the rest doesn't
 
@@ -80,7 +81,7 @@ class LLM:
             ModelSource(model, served_model_name, offline, load_format),
             CacheConfig(block_size, kv_cache_memory_bytes, enable_prefix_caching),
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
-            ComputeConfig(threads, activations),
+            ComputeConfig(threads, activations, enable_shared_prefix_attention),
             console=console,
         )
         self._start(engine, seed)
