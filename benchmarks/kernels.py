@@ -53,16 +53,20 @@ MAX_CONTEXT = 2304
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`count` steps of `sequences` sequences, each with `rows` new rows that end at position `context`."""
+    """`count` steps of `sequences` sequences, each with `rows` new rows that end at position `context`; their first
+    `shared` tokens are on the same blocks.
+    """
 
     count: float
     sequences: int
     rows: int
     context: int
     draws: bool = True
+    shared: int = 0
 
     def __str__(self) -> str:
-        return f"{self.sequences} x {self.rows} rows at {self.context:,}"
+        behind = f" behind {self.shared:,} shared" if self.shared else ""
+        return f"{self.sequences} x {self.rows} rows at {self.context:,}{behind}"
 
 
 # What a workload's steps would be if prompts filled whole chunks and every request decoded at once; contexts are those in the middle.
@@ -80,8 +84,8 @@ WORKLOADS: dict[str, tuple[str, int, tuple[Part, ...]]] = {
         (
             Part(1, 1, CHUNK, CHUNK, False),
             Part(1, 1, CHUNK, 2 * CHUNK, False),
-            Part(4, 8, 64, 1088),
-            Part(2 * 63, 16, 1, 1120),
+            Part(4, 8, 64, 1088, shared=1024),
+            Part(2 * 63, 16, 1, 1120, shared=1024),
         ),
     ),
     "W5": ("output_throughput", 32 * 256, (Part(1, 32, 16, 16), Part(255, 32, 1, 144))),
@@ -106,13 +110,15 @@ class KernelSteps:
         """Rows of random tokens; the KV before them is whatever earlier steps left: time does not depend on it."""
         source = np.random.default_rng(part.context)
         blocks = -(-part.context // BLOCK)
+        tables = np.arange(part.sequences * blocks, dtype=np.int32).reshape(-1, blocks)
+        tables[:, : part.shared // BLOCK] = tables[0, : part.shared // BLOCK]
         positions = np.arange(part.context - part.rows, part.context, dtype=np.int32)
         starts = np.arange(0, part.sequences * part.rows + 1, part.rows, dtype=np.int32)
         return Step(
             token_ids=source.integers(0, self.vocab_size, part.sequences * part.rows, np.int32),
             positions=np.tile(positions, part.sequences),
             query_start=starts,
-            block_tables=np.arange(part.sequences * blocks, dtype=np.int32).reshape(-1, blocks),
+            block_tables=tables,
             logit_rows=starts[1:] - 1 if part.draws else starts[:0],
         )
 
@@ -142,7 +148,7 @@ def measure_part(kernels: KernelSteps, part: Part, probe: RateProbe, repeat: int
         probe.measure()
     plan.profiling = False
     counter = WorkCounter(kernels.backend.operations)
-    counter.add(step)
+    counter.add(step, kernels.backend.spared_keys)
     by_name: dict[str, dict[str, float]] = {}
     for operation, work, begin, end in zip(
         kernels.backend.operations, counter.by_operation(), best, best[1:]

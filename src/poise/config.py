@@ -179,6 +179,11 @@ class ComputeConfig:
         "What activations are rounded to before they meet integer weights: int8 (in groups of 32) or bf16.",
         "the fastest; bf16 is closer to the unrounded model",
     )  # fmt: skip
+    shared_prefix_attention: bool = setting(
+        True, "enable-shared-prefix-attention", switch,
+        "Read the KV of a prefix once for all requests of a step that have its blocks in common.",
+        "the answers are the same bytes, with less memory traffic",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)

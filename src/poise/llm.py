@@ -73,6 +73,7 @@ class LLM:
         kv_cache_dtype: Literal["bf16", "int8", "auto"] = "bf16",
         threads: int | None = None,
         activations: Activations = "int8",
+        enable_shared_prefix_attention: bool = True,
     ) -> None:
         from poise.engine.build import build_engine  # needs the native kernels; the rest doesn't
 
@@ -81,7 +82,7 @@ class LLM:
             ModelSource(model, served_model_name, offline, load_format),
             CacheConfig(block_size, kv_cache_memory_bytes, enable_prefix_caching, kv_cache_dtype),
             SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
-            ComputeConfig(threads, activations),
+            ComputeConfig(threads, activations, enable_shared_prefix_attention),
             console=console,
         )
         self._start(engine, seed)

@@ -76,6 +76,18 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         off={"enable-prefix-caching": "false"},
     ),
     Optimisation(
+        name="shared-prefix attention",
+        flag="--enable-shared-prefix-attention",
+        kind="exact",
+        check="poise verify --check shared",
+        experiment="many clients behind one long system prompt, with and without; compare `poise profile`'s attention",
+        way_back="--no-enable-shared-prefix-attention",
+        state=lambda settings: _on(
+            settings.compute.shared_prefix_attention and settings.cache.enable_prefix_caching
+        ),
+        off={"enable-shared-prefix-attention": "false"},
+    ),
+    Optimisation(
         name="worker threads",
         flag="--threads",
         kind="exact",

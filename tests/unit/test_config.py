@@ -77,6 +77,7 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "load-format": "dummy:Q4_0",
         "lenient": "true",
         "enable-prefix-caching": "true",
+        "enable-shared-prefix-attention": "false",
         "enable-profiling": "true",
     }.get(name, "77")
     place = environment_name(name)

@@ -194,6 +194,10 @@ def _show(figures: dict[str, Any]) -> None:
     console.print(table)
     waits = ", ".join(f"{wait / figures['seconds']:.1%}" for wait in figures["worker_wait_seconds"])
     click.echo(f"workers waited for each other {waits} of the time")
+    if figures["spared_keys"]:
+        click.echo(
+            f"shared prefixes: {figures['spared_keys'] / steps:,.0f} keys per step were read for another request"
+        )
     if "machine" in figures:
         _show_machine(figures)
 

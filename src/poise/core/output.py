@@ -105,11 +105,16 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """What an executor's steps read and computed so far, by its model of them, and the seconds they took."""
+    """What an executor's steps read and computed so far, by its model of them, and the seconds they took.
+
+    `spared_keys`: keys (of one KV group) that a sequence did not read for itself, since the pass of another over the same
+    blocks served it.
+    """
 
     read_bytes: int
     flops: int
     seconds: float
+    spared_keys: int = 0
 
 
 class Executor(Protocol):

@@ -77,6 +77,7 @@ def profile_report(
         "logit_rows": executor.num_logit_rows,
         "rows_per_step": executor.num_rows / steps if steps else None,
         "operations": by_kind,
+        "spared_keys": executor.spared_keys,
         "other_native_seconds": native - in_operations,
         "worker_wait_seconds": [waited / 1e9 for waited in executor.waited_nanoseconds],
         "native_seconds": native,

@@ -33,6 +33,11 @@ class Utilisation:
             ),
             ("poise_modelled_flops", "Multiplications and additions, modelled.", done.flops),
             ("poise_step_seconds", "Seconds spent in native steps.", done.seconds),
+            (
+                "poise_spared_keys",
+                "Keys of shared prefixes that a request did not read for itself, by KV group and step.",
+                done.spared_keys,
+            ),
         ):
             counter = CounterMetricFamily(name, documentation, labels=list(labels))
             counter.add_metric(list(labels.values()), value)

@@ -113,6 +113,7 @@ def load_executor(
         max_rows=scheduler.max_num_batched_tokens,
         threads=threads,
         activations=compute.activations,
+        share_prefixes=compute.shared_prefix_attention,
     )
     record(backend, config, Source(backend, checkpoint))
     batch = InputBatch(
@@ -137,6 +138,7 @@ def load_executor(
             "isa": backend.variant,
             "threads": str(threads),
             "activations": compute.activations,
+            "shared_prefix_attention": "on" if backend.share_prefixes else "off",
             "format": checkpoint.format,
             "weight_bytes": str(checkpoint.weight_bytes()),
             "packed_bytes": str(backend.arena.used_bytes),

@@ -45,15 +45,18 @@ class ModelRunner:
         self._backend.run(step, sampling, results)
         end = monotonic_ns()
         self._native_nanoseconds += end - begin
-        self._work.add(step)
+        spared_keys = self._backend.spared_keys
+        self._work.add(step, spared_keys)
         if self._profile is not None:
             plan = self._backend.plan
-            self._profile.add(step, begin, end, plan.operation_times, plan.worker_waits)
+            times, waits = plan.operation_times, plan.worker_waits
+            self._profile.add(step, begin, end, times, waits, spared_keys)
 
     def work_done(self) -> WorkDone:
         """Of all steps so far."""
         work = self._work.total()
-        return WorkDone(work.read_bytes, work.flops, self._native_nanoseconds / 1e9)
+        seconds = self._native_nanoseconds / 1e9
+        return WorkDone(work.read_bytes, work.flops, seconds, self._work.spared_keys)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Raises ValueError for rows out of range (nothing was drawn)."""

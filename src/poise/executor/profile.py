@@ -54,9 +54,15 @@ class ExecutorProfile:
         self.traced: deque[TracedStep] = deque(maxlen=TRACED_STEPS)
 
     def add(
-        self, step: Step, begin: int, end: int, boundaries: Sequence[int], waits: Sequence[int]
+        self,
+        step: Step,
+        begin: int,
+        end: int,
+        boundaries: Sequence[int],
+        waits: Sequence[int],
+        spared_keys: Sequence[int] = (),
     ) -> None:
-        """Takes a step that ran from `begin` to `end` (ns)."""
+        """Takes a step that ran from `begin` to `end` (ns); `spared_keys` by KV group."""
         traced = TracedStep(begin, end, len(step.token_ids), len(step.logit_rows), boundaries)
         self.num_steps += 1
         self.num_rows += traced.rows
@@ -65,8 +71,13 @@ class ExecutorProfile:
         self._waited += np.array(waits, np.int64)
         times = np.array(boundaries, np.int64)
         self._nanoseconds += times[1:] - times[:-1]
-        self._work.add(step)
+        self._work.add(step, spared_keys)
         self.traced.append(traced)
+
+    @property
+    def spared_keys(self) -> int:
+        """Keys that the pass of another sequence served (see `core.output.WorkDone`)."""
+        return self._work.spared_keys
 
     @property
     def names(self) -> list[str]:

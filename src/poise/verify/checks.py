@@ -14,10 +14,11 @@ from itertools import cycle, islice
 from poise.errors import ConfigError
 from poise.executor.load import LoadedExecutor
 from poise.kernels.cpu import available_isas, isa
+from poise.kernels.ops import SPLIT
 from poise.verify.answers import Probe
 from poise.verify.child import answers_under
 from poise.verify.oracle import recompute
-from poise.verify.probes import LONGEST_BLOCK, growing_first, short_probes, spread
+from poise.verify.probes import LONGEST_BLOCK, growing_first, prefix_probes, short_probes, spread
 from poise.verify.rig import MAX_CONTEXT, Run, Setup, fill_pages
 from poise.verify.trials import Lab, Outcome, Trials, measured
 
@@ -38,6 +39,8 @@ class Axes:
     num_slow: int  # probes for what is slow: the twin, chunks of one token
     num_isa: int  # probes for other instruction sets, of which one is very slow
     num_cut: int  # probes for each size of chunk, longest first
+    behind_prefix: tuple[int, ...]  # sizes of crowds behind one prefix
+    prefix_splits: int  # splits of attention that the longest prefix fills
 
 
 QUICK = Axes(
@@ -51,6 +54,8 @@ QUICK = Axes(
     num_slow=4,
     num_isa=3,
     num_cut=4,
+    behind_prefix=(2, 9),
+    prefix_splits=1,
 )
 FULL = Axes(
     company=tuple(range(1, 65)),
@@ -63,6 +68,8 @@ FULL = Axes(
     num_slow=12,
     num_isa=12,
     num_cut=64,
+    behind_prefix=(2, 3, 5, 8, 17, 40, 64),
+    prefix_splits=2,
 )
 
 
@@ -202,6 +209,40 @@ def cache(trials: Trials, axes: Axes) -> None:
     trials.fired("cached tokens", cold.num_cached_tokens + warm.num_cached_tokens)
 
 
+def shared(trials: Trials, axes: Axes) -> None:
+    rig = trials.lab.rig
+    if rig.base.details["shared_prefix_attention"] != "on":
+        trials.outcome.not_here = "each request reads a shared prefix for itself here"
+        return
+    for num_splits in range(1, axes.prefix_splits + 1):
+        quick, vocab_size = axes is QUICK, rig.info.vocab_size
+        crowd = prefix_probes(rig.tokenizer, vocab_size, num_splits=num_splits, quick=quick)
+        fitting = rig.fitting(crowd)
+        if len(fitting) > 1:
+            crowds_behind(f"{num_splits * SPLIT}", trials, axes, fitting)
+    if not trials.outcome.varied:
+        trials.outcome.not_here = f"contexts of {rig.info.max_model_len} tokens hold no such prefix"
+
+
+def crowds_behind(prefix: str, trials: Trials, axes: Axes, probes: Sequence[Probe]) -> None:
+    """Crowds of requests with one prefix, its pages in the cache since one of them was answered."""
+    rig = trials.lab.rig
+    setup = Setup(chunk=rig.longest_chunk, prefix_caching=True)
+
+    def behind_it(chosen: Sequence[Probe]) -> Run:
+        engine = rig.engine(setup)
+        engine.run(probes[:1])
+        return engine.run(chosen)
+
+    trials.lab.answer_alone(probes)
+    for size in axes.behind_prefix:
+        before = rig.base.work_done().spared_keys
+        crowd = list(islice(cycle(probes), size))
+        run = trials.run(f"{size} behind {prefix}", setup, crowd, behind_it)
+        trials.fired("crowds that met in a step", run.most_requests >= size)
+        trials.fired("keys read for another", rig.base.work_done().spared_keys - before)
+
+
 def twin(trials: Trials, axes: Axes) -> None:
     rig = trials.lab.rig
     probes = spread(short_probes(trials.lab.probes, axes.twin_length), axes.num_slow)
@@ -246,6 +287,7 @@ CHECKS: tuple[Check, ...] = (
     Check("chunks", "L2", "how prompts are cut", chunks),
     Check("blocks", "L2", "the size of a KV block", blocks),
     Check("cache", "L2", "prefix cache cold or warm", cache),
+    Check("shared", "L2", "a crowd behind one prefix, read once for all", shared),
     Check("twin", "L2", "cached decoding, against every step from position 0", twin),
     Check("isa", "L4", "the instruction set", variants),
 )

@@ -25,7 +25,8 @@ from poise.executor import load
 from poise.executor.model_runner import ModelRunner
 from poise.kernels import reference, reference_exact, reference_math
 from poise.kernels.cpu import available_isas, isa
-from poise.kernels.ops import KEY_BLOCK, SPLIT
+from poise.kernels.cpu.backend import CPUBackend
+from poise.kernels.ops import KEY_BLOCK, SPLIT, Step
 from poise.kernels.reference_exact import IntegerMatrix
 from poise.kernels.reference_math import F32, F64, GROUP
 from poise.models.config import ModelConfig, RopeConfig
@@ -267,6 +268,24 @@ def _hash_without_parent() -> AbstractContextManager[object]:
     return patch.object(PrefixCache, "extend_hashes", extend_hashes)
 
 
+def _prefix_known_by_its_first_block() -> AbstractContextManager[object]:
+    """A pass over a shared split for all whose split begins with the same block."""
+    original = CPUBackend.run
+
+    def run(self: CPUBackend, step: Step, *arguments: Any, **options: Any) -> None:
+        tables = step.block_tables.reshape(len(step.block_tables), self._kv.num_groups, -1).copy()
+        count = SPLIT // self._kv.block_size
+        found: dict[tuple[int, int, int], Int32s] = {}
+        for table, row in zip(tables, step.query_start):
+            for split in range((int(step.positions[row]) + 1) // SPLIT):
+                for group, blocks in enumerate(table[:, split * count : (split + 1) * count]):
+                    blocks[:] = found.setdefault((group, split, int(blocks[0])), blocks)
+        step = replace(step, block_tables=tables.reshape(step.block_tables.shape))
+        original(self, step, *arguments, **options)
+
+    return patch.object(CPUBackend, "run", run)
+
+
 FAULTS: tuple[Fault, ...] = (
     Fault("sum-order-by-row-count", "products of more than 4 rows are summed from the other end",
           "company", True, _sum_order_by_row_count),
@@ -288,6 +307,8 @@ FAULTS: tuple[Fault, ...] = (
           "cache", False, _wrong_prefix_block),
     Fault("hash-without-parent", "a block's hash leaves out the blocks before it",
           "cache", False, _hash_without_parent),
+    Fault("prefix-known-by-first-block", "one pass serves all whose split begins with the same block",
+          "shared", False, _prefix_known_by_its_first_block),
 )  # fmt: skip
 
 WITHOUT_FAULT: tuple[Fault, ...] = (

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 
 from poise.core.sampling_params import SamplingParams
+from poise.kernels.ops import SPLIT
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.verify.answers import Probe
 
@@ -61,6 +62,22 @@ def build_probes(
     return [
         Probe(name, tuple(ids), chosen, seed=1000 + index)
         for index, ((name, ids), chosen) in enumerate(zip(prompts, params))
+    ]
+
+
+def prefix_probes(
+    tokenizer: Tokenizer, vocab_size: int, *, num_splits: int, quick: bool
+) -> list[Probe]:
+    """A crowd behind one prefix that fills `num_splits` splits of attention, the last of it parting within the first split."""
+    count = num_splits * SPLIT + LONGEST_BLOCK // 4
+    text = _token_ids(tokenizer, count + LONG)
+    prompts = [text[:count] + text[index : 2 * index + 2] for index in range(3 if quick else 9)]
+    parting = (3,) if quick else (3, 11)
+    prompts += [text[:LONGEST_BLOCK] + text[begin : begin + count] for begin in parting]
+    params = islice(cycle(_parameters(4 if quick else 8, text, vocab_size)), len(prompts))
+    return [
+        Probe(f"behind-{count}-{index}", tuple(ids), chosen, seed=2000 + index)
+        for index, (ids, chosen) in enumerate(zip(prompts, params))
     ]
 
 

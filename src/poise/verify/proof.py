@@ -67,14 +67,9 @@ def prove(
         tell(f"loading {checkpoint.name}")
         rig = Rig(settings, checkpoint, fault.name if fault else None, tiny)
         info = rig.info
-        room = min(info.max_model_len, info.kv_capacity_tokens)
-        probes = [
-            probe
-            for probe in build_probes(
-                rig.tokenizer, info.vocab_size, quick=quick, windows=rig.windows
-            )
-            if len(probe.token_ids) + (probe.params.max_tokens or 0) <= room
-        ]
+        probes = rig.fitting(
+            build_probes(rig.tokenizer, info.vocab_size, quick=quick, windows=rig.windows)
+        )
         tell(f"answering {len(probes)} requests, each alone")
         lab = Lab(rig, probes)
         if record is not None:

@@ -268,6 +268,11 @@ class Rig:
         )
         return WatchedEngine(engine, watch)
 
+    def fitting(self, probes: Sequence[Probe]) -> list[Probe]:
+        """Those that the model's context and the pool have room for."""
+        room = min(self.info.max_model_len, self.info.kv_capacity_tokens)
+        return [p for p in probes if len(p.token_ids) + (p.params.max_tokens or 0) <= room]
+
     def blocks_for(self, probes: Sequence[Probe], loaded: LoadedExecutor) -> int:
         """Pages that these requests fill when all of them run at once."""
         groups, size = len(loaded.kv_groups), loaded.block_size

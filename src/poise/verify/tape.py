@@ -6,7 +6,7 @@ native sampler. Invariant: without a fault its results are those of the native k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,12 @@ class _Pages:
 class TapeBackend:
     """`Ops` and `run`, as `kernels/cpu/backend.py::CPUBackend` has them."""
 
-    def __init__(self, kv: KVShape, *, max_rows: int, threads: int, **options: Any) -> None:
+    share_prefixes = False  # it has no such pass
+    spared_keys: Sequence[int] = ()
+
+    def __init__(
+        self, kv: KVShape, *, max_rows: int, threads: int, share_prefixes: bool, **options: Any
+    ) -> None:
         self.variant = isa()
         self.threads = threads
         self.arena = SimpleNamespace(used_bytes=0)

@@ -84,9 +84,13 @@ class Lab:
         self.rig = rig
         self.probes = probes
         self.alone: dict[str, Answer] = {}
-        for probe in probes:  # at once: later it would write on pages that a trial relies on
-            fill_pages(rig.base, rig.blocks_for([probe], rig.base), 0)
-            [answer] = rig.engine(Setup()).run([probe]).answers
+        self.answer_alone(probes)  # at once: later it would write on pages that a trial relies on
+
+    def answer_alone(self, probes: Sequence[Probe]) -> None:
+        """Makes these the requests that trials may send too. Not while pages of a trial are to be kept."""
+        for probe in probes:
+            fill_pages(self.rig.base, self.rig.blocks_for([probe], self.rig.base), 0)
+            [answer] = self.rig.engine(Setup()).run([probe]).answers
             assert answer is not None, "nothing was aborted"
             self.alone[probe.name] = answer
 

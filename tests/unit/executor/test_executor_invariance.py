@@ -10,6 +10,7 @@ from native_models import (
     NUMERICS,
     Part,
     Reference,
+    backend_of,
     load,
     native_logits,
     poison,
@@ -106,3 +107,26 @@ def test_company_and_order(architecture, isa, numerics, folder, monkeypatch):
         assert sum(len(part.token_ids) for part in parts) <= MAX_TOKENS
         expected = np.concatenate([alone[s] for s in chosen])
         assert_same(native_logits(loaded, parts), expected, f"company of {company}")
+
+
+@every_isa
+@every_architecture
+def test_a_prefix_on_shared_blocks(architecture, isa, folder, monkeypatch):
+    """Sequences on the blocks of one prefix, read once for all of them: the bits of each one's own copy."""
+    loaded = load(tiny_gguf(folder, architecture), monkeypatch, isa, threads=2)
+    length, tails = 272, [random_ids(1 + index % 3, index) for index in range(6)]
+    prefix, blocks = random_ids(length, 9), np.arange(-(-length // 16))
+    alone = []
+    for tail in tails:
+        whole = native_logits(loaded, [Part(np.concatenate([prefix, tail]), 0, np.arange(18))])
+        alone.append(whole[length:])
+    poison(loaded)
+    native_logits(loaded, [Part(prefix, 0, blocks)])
+    parts = [
+        Part(tail, length, np.append(blocks, len(blocks) + index))
+        for index, tail in enumerate(tails)
+    ]
+    for on in (True, False):
+        backend_of(loaded).plan.share_prefixes = on
+        assert_same(native_logits(loaded, parts), np.concatenate(alone), f"pass {on}")
+        assert max(backend_of(loaded).spared_keys) == (5 * 256 if on else 0)

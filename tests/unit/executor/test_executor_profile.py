@@ -50,6 +50,22 @@ def test_a_window_bounds_the_keys() -> None:
     assert chunk.keys_attended == 12
 
 
+def test_keys_that_another_pass_served_are_not_read() -> None:
+    counter = WorkCounter(
+        [
+            RecordedOperation("attention", bytes_per_key=7, flops_per_key=5),
+            RecordedOperation("attention", bytes_per_key=7, flops_per_key=5, window=64, kv_group=1),
+        ]
+    )
+    counter.add(step((300, 1), (280, 1)), [256, 0])
+    counter.add(step((300, 1)))
+    full, local = counter.by_operation()
+    assert full.read_bytes == 7 * (301 + 281 - 256 + 301)
+    assert full.flops == 5 * (301 + 281 + 301)
+    assert local.read_bytes == 7 * 3 * 64
+    assert counter.spared_keys == 256
+
+
 def test_weights_are_read_once_a_step_and_output_rows_by_tiles() -> None:
     counter = WorkCounter(
         [
@@ -104,6 +120,24 @@ def test_a_profile_times_every_operation_and_changes_nothing(executor) -> None:
     assert done.read_bytes > 0
     assert done.flops > 0
     assert done.seconds > 0
+
+
+def test_a_shared_prefix_is_read_once(executor) -> None:
+    """Two requests on the same 16 blocks, each with a token of its own behind them."""
+    ids, blocks = list(range(3, 259)), list(range(1, 17))
+    executor.execute(output([rows(1, 0, 256)], [new(1, ids, blocks)]))
+    before = executor.work_done()
+    crowd = [
+        new(2, [*ids, 5], [*blocks, 20], temperature=0),
+        new(3, [*ids, 6], [*blocks, 21], temperature=0),
+    ]
+    executor.start_profile()
+    executor.execute(output([rows(2, 256, 1, samples=True), rows(3, 256, 1, samples=True)], crowd))
+    done, profile = executor.work_done(), executor.stop_profile()
+    assert done.spared_keys - before.spared_keys == profile.spared_keys == 256
+    attention = [o.read_bytes for o in profile.operations() if o.name == "attention"]
+    token_bytes = 4 * 2 * 16  # K and V in bf16, KV heads, head_dim
+    assert attention == [(257 + 1) * token_bytes] * len(attention)
 
 
 def test_the_report_adds_up_and_the_trace_is_json(executor) -> None:
@@ -173,6 +207,7 @@ def test_metrics_hold_work_and_shares_of_measured_rates(executor) -> None:
     without = samples(None)
     assert without["poise_modelled_read_bytes_total"] == done.read_bytes
     assert without["poise_modelled_flops_total"] == done.flops
+    assert without["poise_spared_keys_total"] == done.spared_keys == 0
     assert "poise_mbu" not in without
     rates = StoredRates("cpu", "baseline", 2, read_bytes=1e10, int8_operations=1e11)
     shares = samples(rates)

@@ -32,6 +32,14 @@ def test_without_a_fault_all_is_the_same(block_size: str, kv: str) -> None:
     assert all(outcome.num_answers for outcome in proof.outcomes)
 
 
+def test_what_is_switched_off_is_not_proved() -> None:
+    for setting in ("true", "false"):
+        given = {"enable-shared-prefix-attention": setting}
+        [outcome] = tiny_proof(None, "shared", **given).outcomes
+        assert outcome.status == (SAME if setting == "true" else NOT_HERE)
+        assert bool(outcome.fired) == (setting == "true")
+
+
 def each_fault() -> list[Any]:
     """Numpy takes its time over crowds and many chunks: those faults belong to the full tier."""
     return [

@@ -170,6 +170,18 @@ class Plan:
     @profiling.setter
     def profiling(self, arg: bool, /) -> None: ...
     @property
+    def share_prefixes(self) -> bool:
+        """
+        Whether attention reads whole splits that lie on the same blocks in several sequences once for all of them.
+        """
+    @share_prefixes.setter
+    def share_prefixes(self, arg: bool, /) -> None: ...
+    @property
+    def spared_keys(self) -> list[int]:
+        """
+        By block table: keys that sequences of the last run did not read for themselves, as another one's pass served them.
+        """
+    @property
     def operation_names(self) -> list[str]: ...
     @property
     def operation_times(self) -> list[int]:

@@ -30,6 +30,7 @@ class CPUBackend:
         max_rows: int,
         threads: int,
         activations: Activations = "int8",
+        share_prefixes: bool = True,
         variant: str | None = None,
         pool: native.Pool | None = None,
     ) -> None:
@@ -41,6 +42,7 @@ class CPUBackend:
             kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.num_blocks, kv.dtype
         )
         self.plan = native.Plan(self.pool, self.variant, max_rows, LOGIT_TILE, self.pages)
+        self.plan.share_prefixes = share_prefixes
         self._kv = kv
         self.operations: list[RecordedOperation] = []  # in recording order
         self._bytes_per_key = self.pages.page_bytes // (kv.num_layers * kv.block_size)
@@ -138,6 +140,7 @@ class CPUBackend:
                 bytes_per_key=self._bytes_per_key,
                 flops_per_key=4 * num_heads * head_dim,
                 window=window,
+                kv_group=group,
             )
         )
         return out
@@ -173,6 +176,16 @@ class CPUBackend:
     def logits(self, x: int, norm: object, eps: float, output: object) -> None:
         self.plan.logits(x, norm, eps, output)
         self._record("logits", output)
+
+    @property
+    def share_prefixes(self) -> bool:
+        """Whether attention reads the splits that lie on the same blocks in several sequences once for all of them."""
+        return self.plan.share_prefixes
+
+    @property
+    def spared_keys(self) -> list[int]:
+        """By KV group: keys that sequences of the last run did not read for themselves, as another's pass served them."""
+        return self.plan.spared_keys
 
     def run(
         self,

@@ -24,7 +24,9 @@ class Work:
 
 @dataclass(slots=True)
 class Sizes:
-    """Sums over steps. `keys_read`: keys of each sequence, once; `keys_attended`: keys that each row attends to."""
+    """Sums over steps. `keys_read`: keys of each sequence, once, less those that another's pass served;
+    `keys_attended`: keys that each row attends to.
+    """
 
     steps: int = 0
     rows: int = 0
@@ -33,8 +35,8 @@ class Sizes:
     keys_read: int = 0
     keys_attended: int = 0
 
-    def add(self, step: Step, window: int | None) -> None:
-        """Takes a step, its keys as attention with this window sees them."""
+    def add(self, step: Step, window: int | None, spared_keys: int = 0) -> None:
+        """Takes a step, its keys as attention with this window sees them; `spared_keys` were served by another's pass."""
         keys = step.positions[step.query_start[1:] - 1] + 1
         attended = step.positions + 1
         if window is not None:
@@ -44,7 +46,7 @@ class Sizes:
         self.rows += len(step.token_ids)
         self.logit_rows += len(step.logit_rows)
         self.logit_tiles += -(-len(step.logit_rows) // LOGIT_TILE)
-        self.keys_read += int(keys.sum(dtype=np.int64))
+        self.keys_read += int(keys.sum(dtype=np.int64)) - spared_keys
         self.keys_attended += int(attended.sum(dtype=np.int64))
 
 
@@ -58,9 +60,10 @@ class RecordedOperation:
     bytes_per_key: int = 0  # attention only
     flops_per_key: int = 0  # attention only
     window: int | None = None  # attention only
+    kv_group: int = 0  # attention only
 
     def work(self, sizes: Sizes) -> Work:
-        """Over steps whose `sizes` were taken with this operation's window."""
+        """Over steps whose `sizes` were taken with this operation's window and KV group."""
         passes = {"embed": sizes.rows, "logits": sizes.logit_tiles}.get(self.name, sizes.steps)
         rows = sizes.logit_rows if self.name == "logits" else sizes.rows
         return Work(
@@ -74,15 +77,21 @@ class WorkCounter:
 
     def __init__(self, operations: Sequence[RecordedOperation]) -> None:
         self._operations = tuple(operations)
-        self._sizes = {operation.window: Sizes() for operation in operations}
+        self._sizes = {(operation.window, operation.kv_group): Sizes() for operation in operations}
+        self.spared_keys = 0
 
-    def add(self, step: Step) -> None:
-        for window, sizes in self._sizes.items():
-            sizes.add(step, window)
+    def add(self, step: Step, spared_keys: Sequence[int] = ()) -> None:
+        """Takes a step; `spared_keys` by KV group, none where nothing was shared."""
+        self.spared_keys += sum(spared_keys)
+        for (window, group), sizes in self._sizes.items():
+            sizes.add(step, window, spared_keys[group] if spared_keys else 0)
 
     def by_operation(self) -> list[Work]:
         """In recording order."""
-        return [operation.work(self._sizes[operation.window]) for operation in self._operations]
+        return [
+            operation.work(self._sizes[operation.window, operation.kv_group])
+            for operation in self._operations
+        ]
 
     def total(self) -> Work:
         parts = self.by_operation()

@@ -133,6 +133,15 @@ inline const FloatPair* operands(const uint16_t* row, int count, FloatPair* scra
     return scratch;
 }
 
+inline int row_of(const AttentionParams& params, const AttentionItem& item, int i) {
+    return item.shared ? params.shared_rows[item.row + i].row : item.row + i;
+}
+
+// Where the states of an item's row go.
+inline float* partial_of(const AttentionParams& params, const AttentionItem& item, int i) {
+    return params.partials + (item.shared ? params.shared_rows[item.row + i].partial : item.partial + i * item.row_floats);
+}
+
 template <class Pair, class Tiles> void run_item(const AttentionParams& params, const AttentionItem& item, float* scratch) {
     const KVLayout& kv = *params.kv;
     const int d = kv.head_dim, group = params.num_heads / kv.num_kv_heads, units = item.num_rows * group;
@@ -145,12 +154,13 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
     const Scratch tile_scratch = carve_tiles(probabilities + MICRO * BLOCK, d);
     const Pair* queries[MAX_UNITS];
     for (int u = 0; u < units; u++) {
-        const int row = item.row + u / group, head = item.kv_head * group + u % group;
+        const int row = row_of(params, item, u / group), head = item.kv_head * group + u % group;
         queries[u] = operands(params.q + ((size_t)row * params.num_heads + head) * d, d, (Pair*)(wide + (size_t)u * d));
     }
     const int tiles_per_page = kv.block_size / TILE;
-    const int last = item.position + item.num_rows - 1, window = params.window;
+    const int last = item.position + item.num_rows - 1, window = item.shared ? 0 : params.window;
     const int first_key = first_visible(item.position, window);  // keys before it may have lost their pages
+    const bool leaves_states = item.shared || item.fold != NO_FOLD;
 
     for (int i = 0; i < item.num_splits; i++) {
         const int split_start = (item.first_split + i) * SPLIT;
@@ -222,12 +232,12 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
                 values_of(count, p, tiles, d, correction, first, acc);
             }
         }
-        if (item.partial) {
-            float* out = item.partial + (size_t)i * units * (d + 2);
+        if (leaves_states) {
             for (int u = 0; u < units; u++) {
-                out[u * (d + 2)] = split.m[u];
-                out[u * (d + 2) + 1] = split.l[u];
-                memcpy(out + u * (d + 2) + 2, split.acc + (size_t)u * d, sizeof(float) * d);
+                float* out = partial_of(params, item, u / group) + ((size_t)i * group + u % group) * (d + 2);
+                out[0] = split.m[u];
+                out[1] = split.l[u];
+                memcpy(out + 2, split.acc + (size_t)u * d, sizeof(float) * d);
             }
             continue;
         }
@@ -243,7 +253,7 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
             }
         }
     }
-    if (item.partial) return;
+    if (leaves_states) return;
     for (int u = 0; u < units; u++) {
         const int row = item.row + u / group, head = item.kv_head * group + u % group;
         finish(total.acc + (size_t)u * d, total.l[u], d, params.out + ((size_t)row * params.num_heads + head) * d);
@@ -264,27 +274,26 @@ void attend(const AttentionParams& params, const AttentionItem& item, float* scr
     else run_item_of<FloatPair>(params, item, scratch);
 }
 
-// Folds the splits that several items of one tile left behind, ascending.
-void fold_partials(const AttentionParams& params, const AttentionItem* items, int num_items) {
-    const int d = params.kv->head_dim, group = params.num_heads / params.kv->num_kv_heads, units = items[0].num_rows * group;
-    for (int u = 0; u < units; u++) {
-        const int position = items[0].position + u / group, first = first_visible(position, params.window);
+// Folds the splits that several items left behind, ascending.
+void fold_partials(const AttentionParams& params, const AttentionFold& fold_of) {
+    const int d = params.kv->head_dim, group = params.num_heads / params.kv->num_kv_heads;
+    for (int u = 0; u < fold_of.num_rows * group; u++) {
+        const int position = fold_of.position + u / group, first = first_visible(position, params.window);
+        float* states = params.partials + fold_of.partial + u / group * fold_of.row_floats + (size_t)(u % group) * (d + 2);
         float *total = nullptr, M = 0, L = 0;
-        for (int i = 0; i < num_items; i++) {
-            for (int j = 0; j < items[i].num_splits; j++) {
-                const int split_start = (items[i].first_split + j) * SPLIT;
-                if (position < split_start || first >= split_start + SPLIT) continue;
-                float* part = items[i].partial + ((size_t)j * units + u) * (d + 2);
-                if (!total) {
-                    total = part + 2;
-                    M = part[0];
-                    L = part[1];
-                } else {
-                    fold(M, L, total, part[0], part[1], part + 2, d);
-                }
+        for (int i = 0; i < fold_of.num_splits; i++) {
+            const int split_start = (fold_of.first_split + i) * SPLIT;
+            if (position < split_start || first >= split_start + SPLIT) continue;
+            float* part = states + (size_t)i * group * (d + 2);
+            if (!total) {
+                total = part + 2;
+                M = part[0];
+                L = part[1];
+            } else {
+                fold(M, L, total, part[0], part[1], part + 2, d);
             }
         }
-        const int row = items[0].row + u / group, head = items[0].kv_head * group + u % group;
+        const int row = fold_of.row + u / group, head = fold_of.kv_head * group + u % group;
         finish(total, L, d, params.out + ((size_t)row * params.num_heads + head) * d);
     }
 }

@@ -36,15 +36,33 @@ struct RopeParams {
     float q_scale;
 };
 
-// Attention of `num_rows` consecutive rows of one sequence, from absolute `position`, for one KV head.
+// Attention of `num_rows` rows for one KV head: consecutive ones of one sequence, from absolute `position`; or, where `shared`,
+// rows of several sequences that all see the item's splits whole, on the same blocks.
 struct AttentionItem {
     const int32_t* block_table;  // of the sequence, all groups
     int kv_length;      // tokens of the sequence whose KV is written
-    int row, num_rows;  // rows of the step
+    int row, num_rows;  // rows of the step; where `shared`, places in `shared_rows`
     int position;       // absolute position of the first row
     int kv_head;
     int first_split, num_splits;
-    float* partial;     // null: write the result; else the state (m, l, acc) of each unit, to be folded later
+    bool shared;
+    int fold;           // NO_FOLD: write the result; else leave the states (m, l, acc) of each split behind, for this fold
+    size_t partial;     // where the states of the first row's splits go
+    size_t row_floats;  // from there to the next row's
+};
+constexpr int NO_FOLD = -1;
+
+struct AttentionRow {
+    int row, fold;
+    size_t partial;
+};
+
+// Rows whose splits several items leave behind: states [row][split][unit of the head's group] from `partial` on. `num_parts`: items
+// that leave some, one of shared rows counting for each of the rows.
+struct AttentionFold {
+    int row, num_rows, position, kv_head, first_split, num_splits;
+    size_t partial, row_floats;
+    int num_parts;
 };
 
 struct AttentionParams {
@@ -54,6 +72,8 @@ struct AttentionParams {
     int window;         // a row at position p sees p - window + 1 … p; 0: all up to p
     const uint16_t* q;  // [row][num_heads][head_dim] bf16
     float* out;         // [row][num_heads · head_dim]
+    const AttentionRow* shared_rows;
+    float* partials;
 };
 
 enum ProductKind { INT8_PRODUCTS, BF16_PRODUCTS, F32_PRODUCTS };
@@ -73,7 +93,7 @@ struct KernelTable {
     // One head of one row: norm, rope, rounding. kind 0 q (bf16), 1 k, 2 v (to the slot of a block; int8 where `scale` is given).
     void (*rope_head)(const RopeParams& rope, int kind, const float* x, int row, void* out, float* scale, int slot_in_block);
     void (*attend)(const AttentionParams& params, const AttentionItem& item, float* scratch);
-    void (*fold_partials)(const AttentionParams& params, const AttentionItem* items, int num_items);
+    void (*fold_partials)(const AttentionParams& params, const AttentionFold& fold);
     SampleRowFn sample_row;
     bool (*dot_bf16_is_exact)();
     // The machine's own limits, for rooflines (probe.cpp).

@@ -268,6 +268,10 @@ NB_MODULE(_native, m) {
         }, "x"_a, "norm"_a, "eps"_a, "output"_a)
         .def_prop_rw("profiling", [](PlanHandle& p) { return p.plan.profiling(); }, [](PlanHandle& p, bool on) { p.plan.set_profiling(on); },
             "Whether each run stamps its operations.")
+        .def_prop_rw("share_prefixes", [](PlanHandle& p) { return p.plan.share_prefixes(); }, [](PlanHandle& p, bool on) { p.plan.set_share_prefixes(on); },
+            "Whether attention reads whole splits that lie on the same blocks in several sequences once for all of them.")
+        .def_prop_ro("spared_keys", [](PlanHandle& p) { return p.plan.spared_keys(); },
+            "By block table: keys that sequences of the last run did not read for themselves, as another one's pass served them.")
         .def_prop_ro("operation_names", [](PlanHandle& p) { return p.plan.operation_names(); })
         .def_prop_ro("operation_times", [](PlanHandle& p) { return p.plan.times(); },
             "Monotonic ns before the first operation of the last profiled run, then behind each one.")

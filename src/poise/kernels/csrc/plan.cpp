@@ -9,7 +9,6 @@
 namespace poise {
 namespace {
 
-constexpr int SPLIT = 256;
 constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the panels keeps in cache
 
 constexpr int PHASES_PER_OPERATION = 5;
@@ -66,7 +65,7 @@ void Plan::rope_kv_write(int qkv, const float* inverse_frequencies, int num_pair
                          float eps, float q_scale, int out, int table) {
     Operation op{Kind::ROPE_KV_WRITE};
     op.table = table;
-    windows_.resize(std::max(windows_.size(), (size_t)table + 1));
+    attention_.resize(std::max(attention_.size(), (size_t)table + 1));
     op.in = qkv;
     op.out = out;
     op.layer = layer;
@@ -89,15 +88,11 @@ void Plan::attention(int q, int layer, int num_heads, int out, int table, int wi
     num_heads_ = num_heads;
     Operation op{Kind::ATTENTION};
     op.table = table;
-    windows_.resize(std::max(windows_.size(), (size_t)table + 1));
+    attention_.resize(std::max(attention_.size(), (size_t)table + 1));
     for (const auto& other : operations_)
-        if (other.kind == Kind::ATTENTION && other.table == table && views_[other.view].window != window)
+        if (other.kind == Kind::ATTENTION && other.table == table && attention_[table].window != window)
             throw std::invalid_argument("all layers of a KV group share one window");
-    windows_[table] = window;
-    const auto same = [window](const View& view) { return view.window == window; };
-    const auto view = std::find_if(views_.begin(), views_.end(), same);
-    op.view = (int)(view - views_.begin());
-    if (view == views_.end()) views_.push_back({window, {}, {}});
+    attention_[table].window = window;
     op.in = q;
     op.out = out;
     op.layer = layer;
@@ -152,10 +147,10 @@ void fail(const std::string& what, int64_t value) { throw std::invalid_argument(
 // The pages that a sequence's rows write or see in one group; those behind a window may be gone.
 void Plan::check_blocks(const StepArrays& step, int sequence, int table) const {
     const int begin = step.positions[step.query_start[sequence]], end = step.positions[step.query_start[sequence + 1] - 1];
-    const int columns = step.table_stride / (int)windows_.size();
+    const int columns = table_columns(step);
     if (end / kv_.block_size >= columns) fail("block table length", columns);
     const int32_t* blocks = step.block_tables + (size_t)sequence * step.table_stride + table * columns;
-    for (int b = first_visible(begin, windows_[table]) / kv_.block_size; b <= end / kv_.block_size; b++)
+    for (int b = first_visible(begin, attention_[table].window) / kv_.block_size; b <= end / kv_.block_size; b++)
         if (blocks[b] < 0 || blocks[b] >= num_blocks_) fail("block id", blocks[b]);
 }
 
@@ -173,59 +168,31 @@ void Plan::check(const StepArrays& step) const {
         const int begin = step.query_start[s], end = step.query_start[s + 1];
         for (int r = begin; r < end; r++)
             if (step.positions[r] < 0 || step.positions[r] != step.positions[begin] + r - begin) fail("position", step.positions[r]);
-        for (int table = 0; table < (int)windows_.size(); table++) check_blocks(step, s, table);
+        for (int table = 0; table < (int)attention_.size(); table++) check_blocks(step, s, table);
     }
     for (int i = 0; i < step.num_logit_rows; i++)
         if (step.logit_rows[i] < 0 || step.logit_rows[i] >= step.num_rows) fail("logit row", step.logit_rows[i]);
 }
 
-// Cuts the step's attention into items: tiles of rows × KV heads; where these are too few for the workers, splits go to
-// separate items and are folded afterwards. Returns the floats that these leave behind.
-size_t Plan::plan_view(const StepArrays& step, View& view) const {
-    view.items.clear();
-    view.folds.clear();
-    const int group = num_heads_ / kv_.num_kv_heads, rows_per_tile = std::max(1, MAX_UNITS / group);
-    int tiles = 0;
-    for (int s = 0; s < step.num_sequences; s++)
-        tiles += (step.query_start[s + 1] - step.query_start[s] + rows_per_tile - 1) / rows_per_tile * kv_.num_kv_heads;
-    const int pieces = pool_->size() > 1 && tiles < 4 * pool_->size() ? (4 * pool_->size() + tiles - 1) / tiles : 1;
-    size_t partial_floats = 0;
-    for (int s = 0; s < step.num_sequences; s++) {
-        const int begin = step.query_start[s], end = step.query_start[s + 1];
-        for (int row = begin; row < end; row += rows_per_tile) {
-            const int rows = std::min(rows_per_tile, end - row), position = step.positions[row];
-            const int first_split = first_visible(position, view.window) / SPLIT, end_split = (position + rows - 1) / SPLIT + 1;
-            const int splits = end_split - first_split, per_item = (splits + pieces - 1) / pieces;
-            for (int head = 0; head < kv_.num_kv_heads; head++) {
-                const int first = (int)view.items.size();
-                for (int split = first_split; split < end_split; split += per_item) {
-                    const int count = std::min(per_item, end_split - split);
-                    view.items.push_back({step.block_tables + (size_t)s * step.table_stride, step.positions[end - 1] + 1, row, rows, position, head, split, count, nullptr});
-                }
-                const int count = (int)view.items.size() - first;
-                if (count > 1) {
-                    view.folds.push_back({first, count});
-                    partial_floats += (size_t)splits * rows * group * (kv_.head_dim + 2);
-                }
-            }
-        }
+void Plan::plan_attention(const StepArrays& step) {
+    if (!num_heads_) return;
+    size_t partial_floats = 0, num_folds = 0;
+    for (int table = 0; table < (int)attention_.size(); table++) {
+        attention_[table].build(step, kv_, table * table_columns(step), num_heads_, pool_->size(), share_prefixes_);
+        partial_floats = std::max(partial_floats, attention_[table].partial_floats());
+        num_folds = std::max(num_folds, attention_[table].folds().size());
     }
-    return partial_floats;
+    if (partials_.size() < partial_floats) partials_.resize(partial_floats);
+    if (num_arrived_ < num_folds) {
+        arrived_ = std::make_unique<std::atomic<int>[]>(num_folds);
+        num_arrived_ = num_folds;
+    }
 }
 
-void Plan::plan_attention(const StepArrays& step) {
-    size_t partial_floats = 0;
-    for (auto& view : views_) partial_floats = std::max(partial_floats, plan_view(step, view));
-    if (partials_.size() < partial_floats) partials_.resize(partial_floats);
-    const int group = num_heads_ / kv_.num_kv_heads;
-    for (auto& view : views_) {  // one layer's partials are folded before the next layer writes its own
-        float* next = partials_.data();
-        for (const auto& [first, count] : view.folds)
-            for (int i = first; i < first + count; i++) {
-                view.items[i].partial = next;
-                next += (size_t)view.items[i].num_splits * view.items[i].num_rows * group * (kv_.head_dim + 2);
-            }
-    }
+std::vector<int64_t> Plan::spared_keys() const {
+    std::vector<int64_t> keys;
+    for (const auto& plan : attention_) keys.push_back(plan.spared_keys());
+    return keys;
 }
 
 void Plan::run(const StepArrays& step) {
@@ -425,7 +392,7 @@ void Plan::rope_kv(const Operation& op, Range range) {
             kernels_->rope_head(rope, 0, x, r, q + ((size_t)r * op.num_heads + head) * d, nullptr, 0);
             continue;
         }
-        const int position = step_.positions[r], column = op.table * table_columns() + position / kv_.block_size;
+        const int position = step_.positions[r], column = op.table * table_columns(step_) + position / kv_.block_size;
         const int block = step_.block_tables[(size_t)sequence * step_.table_stride + column];
         const int place = kind == 1 ? head : kv_heads + head, slot = position % kv_.block_size;
         float* scale = kv_.type == KV_INT8 ? kv_.key_scales(block, op.layer, place) + slot : nullptr;
@@ -434,13 +401,24 @@ void Plan::rope_kv(const Operation& op, Range range) {
 }
 
 void Plan::attend(const Operation& op, Walk& walk) {
-    const View& view = views_[op.view];
-    const AttentionParams params{&kv_, op.layer, op.num_heads, op.table * table_columns(), view.window, (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data};
-    const int count = (int)view.items.size();
-    // From the end: a sequence's last tiles see the most keys.
-    phase(walk, count, 1, [&](Range i) { kernels_->attend(params, view.items[count - 1 - i.begin], workers_[walk.worker].attention); });
-    if (view.folds.empty()) return;
-    phase(walk, (int)view.folds.size(), 1, [&](Range i) { kernels_->fold_partials(params, view.items.data() + view.folds[i.begin].first, view.folds[i.begin].second); });
+    const AttentionPlan& plan = attention_[op.table];
+    const AttentionParams params{&kv_, op.layer, op.num_heads, op.table * table_columns(step_), plan.window,
+                                 (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data, plan.shared_rows().data(), partials_.data()};
+    const auto& items = plan.items();
+    phase(walk, (int)items.size(), 1, [&](Range i) {
+        const AttentionItem& item = items[items.size() - 1 - i.begin];
+        kernels_->attend(params, item, workers_[walk.worker].attention);
+        if (item.fold != NO_FOLD) count_part(plan, params, item.fold);
+        for (int r = 0; item.shared && r < item.num_rows; r++) count_part(plan, params, plan.shared_rows()[item.row + r].fold);
+    });
+}
+
+// Folds what has all its parts: the worker that brought the last one sees what the others wrote.
+void Plan::count_part(const AttentionPlan& plan, const AttentionParams& params, int fold) {
+    const AttentionFold& parts = plan.folds()[fold];
+    if (arrived_[fold].fetch_add(1, std::memory_order_acq_rel) + 1 < parts.num_parts) return;
+    arrived_[fold].store(0, std::memory_order_relaxed);
+    kernels_->fold_partials(params, parts);
 }
 
 void Plan::logits(const Operation& op, Walk& walk) {

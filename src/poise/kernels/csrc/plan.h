@@ -7,23 +7,17 @@
 #include <string>
 #include <vector>
 
+#include "attention_plan.h"
 #include "kernels.h"
 #include "memory.h"
 #include "pool.h"
+#include "step.h"
 
 namespace poise {
 
 struct PackedMatrix {
     std::shared_ptr<Arena> arena;  // owns the bytes
     Matrix matrix;
-};
-
-struct StepArrays {
-    const int32_t *token_ids, *positions, *query_start, *block_tables, *logit_rows;  // the tables of a sequence's groups side by side
-    int num_rows, num_sequences, table_stride, num_logit_rows;
-    const SamplingRow* sampling;  // [num_logit_rows] or null: only the logits are wanted
-    SamplingResult* results;
-    float* logits;  // [num_logit_rows][vocabulary] or null
 };
 
 class Plan {
@@ -51,6 +45,12 @@ class Plan {
 
     int vocabulary() const { return vocabulary_; }
 
+    // Whether splits that lie on the same blocks in several sequences are computed once for all of them; the bits are the same.
+    void set_share_prefixes(bool on) { share_prefixes_ = on; }
+    bool share_prefixes() const { return share_prefixes_; }
+    // For each table: keys of the last run's sequences that the pass of another one served.
+    std::vector<int64_t> spared_keys() const;
+
     // Profiling. After a run: monotonic ns before the first operation (angles come before it) and behind each one, as worker 0
     // saw them, and the ns that each worker waited for others. Operations are named in recording order.
     void set_profiling(bool on) { profiling_ = on; }
@@ -63,7 +63,7 @@ class Plan {
     enum class Kind { EMBED, NORM_LINEAR, ROPE_KV_WRITE, ATTENTION, LINEAR_RESIDUAL, GATED_MLP, LOGITS };
     struct Operation {
         Kind kind;
-        int in = -1, out = -1, hidden = -1, product = -1, layer = 0, num_heads = 0, rope = -1, table = 0, view = -1;
+        int in = -1, out = -1, hidden = -1, product = -1, layer = 0, num_heads = 0, rope = -1, table = 0;
         const float *norm = nullptr, *q_norm = nullptr, *k_norm = nullptr, *post_norm = nullptr;
         float eps = 0, q_scale = 0, scale = 1;
         bool gelu = false;
@@ -79,12 +79,6 @@ class Plan {
         const float* inverse_frequencies;
         int num_pairs;
         float* angles;  // [max_rows][2 · num_pairs]
-    };
-    // What attention does in a step, shared by all layers that see as far back.
-    struct View {
-        int window;
-        std::vector<AttentionItem> items;
-        std::vector<std::pair<int, int>> folds;  // (first item, count) of tiles whose splits several items share
     };
     struct Worker {
         float* row;        // one activation row
@@ -105,7 +99,6 @@ class Plan {
 
     void check(const StepArrays& step) const;
     void check_blocks(const StepArrays& step, int sequence, int table) const;
-    size_t plan_view(const StepArrays& step, View& view) const;
     void plan_attention(const StepArrays& step);
     void work(int worker);
     template <class F> void phase(Walk& walk, int count, int chunk, F f);
@@ -116,9 +109,10 @@ class Plan {
     void multiply_panels(const Matrix& weight, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width);
     void gate_up(const Operation& op, Range panels, int num_rows, float* out);
     void add_to_residual(const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk);
-    int table_columns() const { return step_.table_stride / (int)windows_.size(); }
+    int table_columns(const StepArrays& step) const { return step.table_stride / (int)attention_.size(); }
     void rope_kv(const Operation& op, Range heads);
     void attend(const Operation& op, Walk& walk);
+    void count_part(const AttentionPlan& plan, const AttentionParams& params, int fold);
     void logits(const Operation& op, Walk& walk);
     void reserve(const Matrix& weight);
 
@@ -139,9 +133,11 @@ class Plan {
     std::vector<int64_t> times_;
 
     StepArrays step_{};
-    std::vector<View> views_;
-    std::vector<int> windows_;  // of each table
-    std::vector<float> partials_;
+    std::vector<AttentionPlan> attention_;  // of each table
+    bool share_prefixes_ = true;
+    std::vector<float> partials_;           // one layer's are folded before the next layer writes its own
+    std::unique_ptr<std::atomic<int>[]> arrived_;  // parts of each fold of a layer, 0 between layers; whoever brings the last one folds
+    size_t num_arrived_ = 0;
     std::unique_ptr<Phase[]> phases_;
     size_t num_phases_ = 0;
 };

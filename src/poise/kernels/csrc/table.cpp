@@ -17,7 +17,7 @@ void gelu_mul(const float*, const float*, float*);
 void rope_angles(int32_t, const float*, int, float*);
 void rope_head(const RopeParams&, int, const float*, int, void*, float*, int);
 void attend(const AttentionParams&, const AttentionItem&, float*);
-void fold_partials(const AttentionParams&, const AttentionItem*, int);
+void fold_partials(const AttentionParams&, const AttentionFold&);
 bool dot_bf16_is_exact();
 uint32_t probe_read(const uint8_t*, size_t, size_t);
 uint32_t probe_products(ProductKind, int64_t, const uint8_t*, int64_t*);
