@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from bench_scripted_server import (
 
 from poise.bench.arrivals import ClosedLoop, OpenArrivals
 from poise.bench.client import ServerError, Target
+from poise.bench.gates import GateLimits
 from poise.bench.lengths import Constant
 from poise.bench.record import ClientOptions, RequestRow, RunRecord, read_rows, read_run
 from poise.bench.runner import Progress, Run, RunSettings, reach, run_schedule
@@ -302,6 +304,13 @@ def test_reach_names_the_model_and_what_is_wrong() -> None:
         assert asyncio.run(reach(Target(server.url, "/v1/completions", ""))).model == "tiny"
     with pytest.raises(ServerError, match=server.url):
         asyncio.run(reach(Target(server.url, "/v1/completions", "x")))
+
+
+@pytest.fixture(autouse=True)
+def _a_busy_machine_fails_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How late this process wakes up is the machine's affair; the gates of time have their own tests."""
+    patient = partial(GateLimits, rate_seconds=60.0, dispatch_lag_s=60.0, loop_lag_s=60.0)
+    monkeypatch.setattr("poise.cli.bench_serve.GateLimits", patient)
 
 
 def bench(url: str, folder: Path, *flags: str) -> int:
