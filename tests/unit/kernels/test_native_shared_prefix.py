@@ -9,7 +9,14 @@ from functools import cache
 import numpy as np
 import pytest
 from native_ops import ISAS, THREADS, assert_same_bits, backend, encode_pages
-from test_native_attention import POISON, AttentionCase, as_float, bf16_bits, sequences_step
+from test_native_attention import (
+    AttentionCase,
+    as_float,
+    bf16_bits,
+    kept,
+    poisoned,
+    sequences_step,
+)
 
 from poise.kernels.ops import SPLIT, KVShape
 from poise.kernels.reference import ReferenceBackend
@@ -30,7 +37,7 @@ class Sequence:
 
 @cache
 def shared_case(
-    sequences, head_dim, group, block_size, num_kv_heads=1, window=None, seed=0
+    sequences, head_dim, group, block_size, num_kv_heads=1, window=None, seed=0, dtype="bf16"
 ) -> AttentionCase:
     """Random q, K and V; blocks that no sequence needs are poisoned, entries behind a window are -1."""
     random = np.random.default_rng(seed)
@@ -49,9 +56,8 @@ def shared_case(
         tables.append(np.array(family[:num_shared] + own))
     names = random.permutation(num_blocks)
     tables = [names[table] for table in tables]
-    kv = KVShape(2, num_kv_heads, head_dim, block_size, num_blocks)
-    pages = np.full((2, 2, num_blocks, block_size, num_kv_heads, head_dim), POISON << 8 | POISON)
-    pages = pages.astype(np.uint16)
+    kv = KVShape(2, num_kv_heads, head_dim, block_size, num_blocks, dtype=dtype)
+    pages, scales = poisoned(kv)
     for sequence, table in zip(sequences, tables):
         if window is not None:
             table[: max(0, sequence.first - window + 1) // block_size] = -1
@@ -60,16 +66,19 @@ def shared_case(
             used = min(block_size, end - index * block_size)
             if table[index] >= 0:
                 content = random.normal(0, 1, (2, used, num_kv_heads, head_dim))
-                pages[1, :, table[index], :used] = bf16_bits(content)
+                slots = (1, slice(None), table[index], slice(used))
+                pages[slots], token_scales = kept(content, dtype)
+                if token_scales is not None:
+                    scales[slots] = token_scales
     step = sequences_step([(s.first, s.rows) for s in sequences], tables)
     q = random.normal(0, 1, (len(step.positions), group * num_kv_heads * head_dim))
     q = as_float(bf16_bits(q * head_dim**-0.5 * np.exp(random.normal(0, 1.5, (len(q), 1)))))
     reference = ReferenceBackend(kv)
-    reference.pages[...] = pages
+    reference.pages[...], reference.scales[...] = pages, scales
     reference.begin(step)
     expected = reference.attention(q, 1, window)
     assert np.isfinite(expected).all()
-    return AttentionCase(kv, group * num_kv_heads, pages, step, q, expected, window)
+    return AttentionCase(kv, group * num_kv_heads, (pages, scales), step, q, expected, window)
 
 
 def spared_keys(case: AttentionCase) -> int:
@@ -92,7 +101,7 @@ def spared_keys(case: AttentionCase) -> int:
 def attend(case: AttentionCase, isa: str, threads: int) -> None:
     """Native attention with the pass and without has the expected bits; the pass fires as its twin says."""
     native = backend(isa, threads, case.kv, max_rows=len(case.q))
-    encode_pages(case.pages, native.pages, case.kv)
+    encode_pages(*case.pages, native.pages, case.kv)
     q = native.plan.buffer(case.q.shape[1] // 2)
     native._heads[q] = (case.num_heads, case.kv.head_dim)
     out = native.attention(q, 1, case.window)
@@ -136,10 +145,11 @@ def test_one_other_block_is_another_prefix(isa):
     """Tables that differ in one block of a split, the first, the last or one between, do not share that split."""
     whole = shared_case(tuple(Sequence(600 + i, shared=512) for i in range(5)), 16, 4, 16, seed=1)
     tables = whole.step.block_tables.copy()
-    case = replace(whole, pages=whole.pages.copy(), step=replace(whole.step, block_tables=tables))
+    pages, scales = whole.pages[0].copy(), whole.pages[1]
+    case = replace(whole, pages=(pages, scales), step=replace(whole.step, block_tables=tables))
     for sequence, column in ((1, 0), (2, 15), (3, 16 + 7)):
         own = next(block for block in range(case.kv.num_blocks) if block not in tables)
-        case.pages[:, :, own] = case.pages[:, :, tables[sequence, column]]
+        pages[:, :, own] = pages[:, :, tables[sequence, column]]
         tables[sequence, column] = own
     assert spared_keys(case) == (3 - 1) * SPLIT + (2 - 1) * SPLIT
     for threads in THREADS:
@@ -187,5 +197,6 @@ def test_random_crowds(seed, isa):
         num_kv_heads=int(random.choice([1, 2])),
         window=None if seed % 3 else int(random.choice([260, 400, 512])),
         seed=seed,
+        dtype="int8" if seed % 2 else "bf16",
     )
     attend(case, isa, THREADS[seed % 3])
