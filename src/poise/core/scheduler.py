@@ -22,6 +22,7 @@ from poise.core.output import (
 )
 from poise.core.policy import FCFS, Policy
 from poise.core.request import Request, RequestStatus
+from poise.core.timeline import WaitCauses
 from poise.errors import InvalidRequestError
 
 
@@ -115,6 +116,7 @@ class Scheduler:
         self._removed: list[int] = []  # left `_running` since the executor was last told
         self._in_flight: SchedulerOutput | None = None
         self._counters = SchedulerCounters()
+        self._wait_causes = WaitCauses(clock.now())
 
     # --- requests come and go ---------------------------------------------------------------------
 
@@ -123,8 +125,21 @@ class Scheduler:
         self._refuse_if_never_fits(request.num_prompt_tokens, request.max_tokens)
         assert request.status is RequestStatus.WAITING
         assert request.request_id not in self._requests, f"id {request.request_id} is in use"
+        request.timeline.add(
+            request.arrival_time,
+            "arrived",
+            prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            tenant=request.tenant,
+            num_waiting=len(self._waiting),
+        )
         self._requests[request.request_id] = request
         self._waiting[request.request_id] = request
+        self._begin_wait(request, self._clock.now())
+
+    def _begin_wait(self, request: Request, now: float) -> None:
+        request.queued_time = now
+        request.wait_causes = self._wait_causes.snapshot(now)
 
     def _refuse_if_never_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         if num_prompt_tokens == 0:
@@ -150,13 +165,13 @@ class Scheduler:
                 "context_length_exceeded",
             )
 
-    def abort(self, request_ids: Iterable[int]) -> list[Request]:
+    def abort(self, request_ids: Iterable[int], reason: str = "abort") -> list[Request]:
         """Ends requests in any state, also while a step runs; returns those it ended."""
         aborted = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._finish(request, "abort")
+                self._finish(request, reason)
                 aborted.append(request)
         return aborted
 
@@ -168,14 +183,23 @@ class Scheduler:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        request.timeline.add(
+            self._clock.now(),
+            "finished",
+            reason=reason,
+            output_tokens=request.num_output_tokens,
+            steps=request.num_steps,
+        )
 
     def _leave_running(self, request: Request) -> None:
         self._running.remove(request)
         self._removed.append(request.request_id)
         self._kv_cache.free(request)
 
-    def _send_back(self, request: Request) -> None:
+    def _send_back(self, request: Request, now: float, because: str, **by: int) -> None:
         """To the front of the queue with its output; its KV will be found or recomputed."""
+        request.timeline.add(now, "preempted", because=because, **by)
+        self._begin_wait(request, now)
         self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -190,8 +214,8 @@ class Scheduler:
         assert self._in_flight is None, "the last step has neither returned nor failed"
         plan = _StepPlan(self._max_num_batched_tokens, self._clock.now())
         self._schedule_running(plan)
-        if self._waiting and not plan.preempted:
-            self._schedule_waiting(plan)
+        if self._waiting:
+            self._wait_causes.close(plan.now, self._schedule_waiting(plan))
         if not plan.scheduled:
             return SchedulerOutput(self._counters.num_steps, (), (), (), 0)
         output = SchedulerOutput(
@@ -216,21 +240,33 @@ class Scheduler:
             if num_tokens == 0:
                 continue  # waits for a block that another request is about to compute
             new_block_ids = self._kv_cache.allocate(request, num_tokens, hit)
-            while new_block_ids is None and self._preempt_one(plan) is not request:
+            while new_block_ids is None and self._preempt_one(plan, request) is not request:
                 new_block_ids = self._kv_cache.allocate(request, num_tokens, hit)
             if new_block_ids is not None:
                 self._grant(plan, request, num_tokens, hit, new_block_ids)
 
-    def _schedule_waiting(self, plan: _StepPlan) -> None:
+    def _schedule_waiting(self, plan: _StepPlan) -> str:
+        """Admits those in front; returns what stopped it (one of WAIT_CAUSES)."""
+        if plan.preempted:
+            return "preemption"
         admitted: list[Request] = []
+        cause = "step"
         for request_id in self._policy.order_waiting(self._waiting.values()):
-            if plan.budget == 0 or len(self._running) >= self._max_num_running:
-                break
             request = self._waiting[request_id]
+            if len(self._running) >= self._max_num_running:
+                cause = "sequences"
+            elif plan.budget == 0:
+                cause = "tokens"
+            if cause != "step":
+                request.timeline.add_held(plan.now, cause)
+                break
             hit, num_tokens = self._next_tokens(request, plan.budget)
             if num_tokens == 0:
+                request.timeline.add_held(plan.now, "shared_prefix")
                 continue  # its prefix is being computed; others may pass until that is done
             if not self._kv_cache.fits_now(request, hit, self._max_num_batched_tokens):
+                cause = "kv_blocks"
+                request.timeline.add_held(plan.now, cause)
                 break  # nobody passes a request that waits for pages
             new_block_ids = self._kv_cache.allocate(request, num_tokens, hit)
             assert new_block_ids is not None, "fits_now promised pages"
@@ -239,6 +275,7 @@ class Scheduler:
             admitted.append(request)
         for request in admitted:
             del self._waiting[request.request_id]
+        return cause
 
     def _next_tokens(self, request: Request, budget: int) -> tuple[PrefixHit | None, int]:
         """What the cache has for the request, and how many tokens to compute after that."""
@@ -251,7 +288,7 @@ class Scheduler:
         num_tokens = min(request.num_tokens - start, budget)
         return hit, self._kv_cache.num_unclaimed_tokens(request, start, num_tokens)
 
-    def _preempt_one(self, plan: _StepPlan) -> Request:
+    def _preempt_one(self, plan: _StepPlan, beneficiary: Request) -> Request:
         """Frees a victim's pages, whatever the policy never those of
         - a request that has rows in this step: others may have hit what it is about to compute;
         - the oldest admitted one: it always advances (`add` made sure that it fits the pool).
@@ -259,7 +296,7 @@ class Scheduler:
         candidates = [r for r in self._running[1:] if r.request_id not in plan.scheduled]
         assert candidates, "a lone request has too few pages"
         victim = candidates[self._policy.choose_victim(candidates)]
-        self._send_back(victim)
+        self._send_back(victim, plan.now, "kv_blocks", by=beneficiary.request_id)
         self._counters.num_preemptions += 1
         plan.preempted = True
         return victim
@@ -270,6 +307,13 @@ class Scheduler:
             request.first_scheduled_time = plan.now
         request.status = RequestStatus.RUNNING
         self._running.append(request)
+        request.timeline.add(
+            plan.now,
+            "admitted",
+            cached_tokens=request.num_computed_tokens,
+            waited_seconds=plan.now - request.queued_time,
+            waited_for=self._wait_causes.since(request.wait_causes, plan.now),
+        )
         self._counters.num_prefix_query_tokens += request.num_tokens
         self._counters.num_prefix_bypasses += request.needs_prompt_logprobs
         plan.new_requests.append(
@@ -297,6 +341,9 @@ class Scheduler:
                 request.num_cached_tokens += hit.end - hit.start
         self._kv_cache.register_scheduled(request, num_tokens)
         start = request.num_computed_tokens
+        request.num_steps += 1
+        if request.num_tokens - start > 1:
+            request.timeline.add_prefill(plan.now, start, num_tokens)
         plan.scheduled[request.request_id] = ScheduledRequest(
             request_id=request.request_id,
             start=start,
@@ -340,8 +387,9 @@ class Scheduler:
             for item in output.scheduled
             if item.request_id in self._requests
         ]
+        now = self._clock.now()
         for request in reversed(requests):
-            self._send_back(request)
+            self._send_back(request, now, "failed_step")
         return requests
 
     def _end_step(self, output: SchedulerOutput) -> None:
@@ -369,6 +417,7 @@ class Scheduler:
         self._counters.num_output_tokens += num_taken
         if request.first_token_time is None:
             request.first_token_time = now
+            request.timeline.add(now, "first_token")
         if finished:
             assert request.finish_reason is not None
             self._finish(request, request.finish_reason)

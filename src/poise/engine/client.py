@@ -117,6 +117,14 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        """The events of an unfinished request or one of the last finished ones, in order; empty for an unknown id.
+
+        Each has `kind` (core/timeline.py lists them with their fields), `time` on the engine's clock, `seconds` since
+        the request arrived and `choice`. The first is `arrived` and names the tenant.
+        """
+        ...
+
     async def start_profile(self) -> None:
         """Begins to time steps, afresh if it does so already. Raises InvalidRequestError where that can't be done."""
         ...

@@ -12,6 +12,7 @@ import itertools
 import logging
 from dataclasses import replace
 from time import monotonic_ns
+from typing import Any
 
 from poise.core.clock import Clock
 from poise.core.output import Executor, SchedulerOutput, TokenLogprobs
@@ -22,6 +23,7 @@ from poise.engine.input_processor import InputProcessor
 from poise.engine.metrics import EngineMetrics
 from poise.engine.output_processor import ChoiceOutput
 from poise.engine.profile import EngineProfile, ProfilingExecutor, StepTimes
+from poise.engine.timelines import KeptTimelines
 from poise.errors import EngineDeadError, InvalidRequestError
 from poise.executor.profile import ExecutorProfile
 from poise.tokenizer.tokenizer import Tokenizer
@@ -120,6 +122,7 @@ class LLMEngine:
         self._touched: dict[int, _RequestState] = {}  # those with something to hand out
         self._num_consecutive_failures = 0
         self._profile: EngineProfile | None = None
+        self._timelines = KeptTimelines()
 
     # --- requests come and go ---------------------------------------------------------------------
 
@@ -153,6 +156,7 @@ class LLMEngine:
             state.choices.append(choice)
             self._choices[core_request.request_id] = choice
         self._requests[key] = state
+        self._timelines.keep(request, [choice.request for choice in state.choices])
         self._update_gauges()
 
     def abort(self, key: int) -> None:
@@ -284,13 +288,13 @@ class LLMEngine:
             return
         self._count_tokens(choice, len(delta.token_ids), now)
         if delta.finish_reason is not None and update.finish_reason is None:
-            self._scheduler.abort((request.request_id,))  # a stop string ended it
+            self._scheduler.abort((request.request_id,), delta.finish_reason)  # a stop string
         self._hand_over(choice, delta)
 
     def _end(self, choice: _Choice, reason: str, stop_reason: str | None = None) -> None:
         """Ends a choice from our side; does nothing if it has finished."""
         if not choice.output.finished:
-            self._scheduler.abort((choice.request.request_id,))
+            self._scheduler.abort((choice.request.request_id,), reason)
             self._close_choice(choice, reason, stop_reason)
 
     def _close_choice(self, choice: _Choice, reason: str, stop_reason: str | None) -> None:
@@ -321,6 +325,10 @@ class LLMEngine:
             total_seconds=now - arrival,
         )
         return replace(delta, stats=stats)
+
+    def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        """What happened to a request, under its caller's id: see `KeptTimelines.events`."""
+        return self._timelines.events(request_id)
 
     # --- profiling --------------------------------------------------------------------------------
 
