@@ -73,6 +73,8 @@ class Request:
     num_restarts: int = (
         0  # times the KV was dropped to be recomputed: preempted, or its step failed
     )
+    was_charged: bool = False  # its prompt counts in its tenant's service
+    predicted_first_token_time: float | None = None  # as told when it arrived
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_reason: str | None = None
@@ -84,6 +86,7 @@ class Request:
     queued_time: float = 0.0  # when it joined it, the first time or again
 
     block_tables: tuple[list[int], ...] = ()  # one per KV group; owned by the KV cache manager
+    num_blocks: int = 0  # pages that it holds, shared ones included; kept by the KV cache manager
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, extended when needed
 
     @classmethod

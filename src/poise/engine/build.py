@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.clock import MonotonicClock
 from poise.core.kv_cache_manager import KVCacheManager
+from poise.core.limits import Limits
 from poise.core.prefix_cache import PrefixCache
 from poise.core.scheduler import Scheduler
 from poise.engine.client import EngineInfo
@@ -87,9 +88,7 @@ def assemble_engine(
     scheduler = Scheduler(
         KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache),
         clock,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=loaded.max_model_len,
+        Limits(limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len),
     )
     info = EngineInfo(
         model=source.served_name or checkpoint.name,

@@ -17,7 +17,8 @@ from typing import Any
 from poise.core.clock import Clock
 from poise.core.output import Executor, SchedulerOutput, TokenLogprobs
 from poise.core.request import Request
-from poise.core.scheduler import RequestUpdate, Scheduler
+from poise.core.scheduler import Scheduler
+from poise.core.scheduler_records import RequestUpdate
 from poise.engine.client import ChoiceDelta, EngineInfo, EngineRequest, RequestDelta, RequestStats
 from poise.engine.input_processor import InputProcessor
 from poise.engine.metrics import EngineMetrics
