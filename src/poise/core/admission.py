@@ -113,13 +113,18 @@ class Drain:
 
 
 class Admission:
-    """Decides and counts. `decisions` are totals by (decision, reason)."""
+    """Decides and counts. `decisions` are totals by (decision, reason).
+
+    `first_token_errors`: of the last requests, how much later than predicted the first token came,
+    as a part of the real time.
+    """
 
     def __init__(self, limits: Limits, step_time: StepTimeModel) -> None:
         self._limits = limits
         self._step_time = step_time
         self.drain = Drain(limits, step_time)
         self.decisions: dict[tuple[str, str], int] = {}
+        self.first_token_errors: deque[float] = deque(maxlen=NUM_RECENT)
         self._promised = (
             -math.inf
         )  # the latest instant at which a refused request was told to return
@@ -127,6 +132,12 @@ class Admission:
     def count(self, decision: str, reason: str, num_requests: int = 1) -> None:
         key = (decision, reason)
         self.decisions[key] = self.decisions.get(key, 0) + num_requests
+
+    def first_token(self, request: Request, now: float) -> None:
+        """A request got its first token: was the prediction right?"""
+        predicted = request.predicted_first_token_time
+        if predicted is not None and now > request.arrival_time:
+            self.first_token_errors.append((now - predicted) / (now - request.arrival_time))
 
     def max_num_queued_tokens(self, load: Load) -> int | None:
         """The bound as it is now; None where there is none."""

@@ -470,6 +470,7 @@ class Scheduler:
         if request.first_token_time is None:
             request.first_token_time = now
             request.timeline.add(now, "first_token")
+            self.admission.first_token(request, now)
         if update.finish_reason is not None:
             self._finish(request, update.finish_reason)
         return update

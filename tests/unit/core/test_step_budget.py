@@ -7,6 +7,7 @@ from core_harness import Harness, answer_alone
 from poise.core.limits import Limits
 from poise.core.request import RequestStatus
 from poise.core.simulation import Arrival, Hardware, Outcome, Simulation
+from poise.core.step_budget import LEAST_PREFILL
 from poise.core.step_time import StepCost, StepTimeModel
 
 MACHINE = StepCost(per_step=8e-3, per_token=1e-3, per_key=2e-8, per_sampled=2e-4)
@@ -50,15 +51,14 @@ def test_a_target_keeps_the_streams_going_while_a_long_prompt_is_computed() -> N
     stalled, flowing = gaps_during(free, free_streams), gaps_during(held, held_streams)
     assert stalled[len(stalled) // 2] > 0.4  # the stall, without a target
     assert flowing[int(len(flowing) * 0.99)] <= 2 * 0.04
-    assert flowing[len(flowing) // 2] <= 0.042
+    assert flowing[len(flowing) // 2] <= 0.046  # 12 prompt tokens would fit, 16 is the least
     assert held_rate < free_rate  # what it costs; the 2-core figures are in docs/SCHEDULING.md
 
 
 def test_a_prompt_gets_on_even_if_the_streams_alone_miss_the_target() -> None:
-    long, _, _ = long_prompt_among_sixteen(0.001)
-    [event] = [e for e in long.timeline_events if e.kind == "prefill"] if False else [None]
-    assert long.token_times
-    assert event is None
+    long, streams, _ = long_prompt_among_sixteen(0.001)
+    num_steps = len(gaps_during(long, streams)) / 16
+    assert num_steps == -(-7000 // LEAST_PREFILL)
 
 
 def test_no_target_counts_where_nobody_decodes() -> None:
@@ -70,7 +70,6 @@ def test_no_target_counts_where_nobody_decodes() -> None:
 def test_a_row_is_set_aside_for_every_decoding_request() -> None:
     """An older prompt may not take the tokens of streams that were admitted after it."""
     harness = Harness(max_num_batched_tokens=8, max_num_seqs=8, max_num_partial_prefills=2)
-    harness.scheduler.limits  # noqa: B018
     streams = [harness.add([i], max_tokens=30) for i in range(3)]
     harness.step()
     long = harness.add([7] * 60, max_tokens=2)
