@@ -77,6 +77,8 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "lenient": "true",
         "enable-prefix-caching": "true",
         "enable-profiling": "true",
+        "scheduling-policy": "priority",
+        "watermark": "0.77",
     }.get(name, "77")
     place = environment_name(name)
     twin = resolve({}, {place: text})

@@ -7,8 +7,9 @@ ever be served can be served; promises to those refused follow one another, so t
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from poise.core.limits import Limits
@@ -41,33 +42,45 @@ class Forecast:
     end: float
 
 
+class _Recent:
+    """The mean of the last few numbers; 0 where there are none."""
+
+    def __init__(self) -> None:
+        self._numbers: deque[int] = deque(maxlen=NUM_RECENT)
+        self.mean = 0.0
+
+    def add(self, number: int) -> None:
+        self._numbers.append(number)
+        self.mean = sum(self._numbers) / len(self._numbers)
+
+
 class Drain:
     """How fast work goes away: the step-time model and what requests were like lately."""
 
     def __init__(self, limits: Limits, step_time: StepTimeModel) -> None:
         self._limits = limits
         self._step_time = step_time
-        self._outputs: deque[int] = deque(maxlen=NUM_RECENT)
-        self._prompts: deque[int] = deque(maxlen=NUM_RECENT)
+        self._outputs = _Recent()
+        self._prompts = _Recent()
 
     def arrived(self, num_prompt_tokens: int) -> None:
-        self._prompts.append(num_prompt_tokens)
+        self._prompts.add(num_prompt_tokens)
 
     def finished(self, num_output_tokens: int) -> None:
         """A request came to its own end."""
-        self._outputs.append(num_output_tokens)
+        self._outputs.add(num_output_tokens)
 
     @property
     def mean_output(self) -> float:
-        return sum(self._outputs) / len(self._outputs) if self._outputs else PRIOR_OUTPUT_TOKENS
+        return self._outputs.mean or PRIOR_OUTPUT_TOKENS
 
     @property
     def mean_prompt(self) -> float:
-        return sum(self._prompts) / len(self._prompts) if self._prompts else 1.0
+        return self._prompts.mean or 1.0
 
     def expected_output(self, max_tokens: int) -> float:
         """As long as answers were lately, within the limit; the limit itself where none has ended."""
-        return min(max_tokens, self.mean_output) if self._outputs else max_tokens
+        return min(max_tokens, self._outputs.mean or max_tokens)
 
     def num_slots(self, load: Load) -> int:
         """Requests that run side by side: as many as may, or as the pages hold of average ones."""
@@ -124,6 +137,8 @@ class Admission:
         self._step_time = step_time
         self.drain = Drain(limits, step_time)
         self.decisions: dict[tuple[str, str], int] = {}
+        self.load: Load | None = None  # as last seen
+        self._lock = threading.Lock()  # `refuse_early` may be called by any thread
         self.first_token_errors: deque[float] = deque(maxlen=NUM_RECENT)
         self._promised = (
             -math.inf
@@ -131,7 +146,8 @@ class Admission:
 
     def count(self, decision: str, reason: str, num_requests: int = 1) -> None:
         key = (decision, reason)
-        self.decisions[key] = self.decisions.get(key, 0) + num_requests
+        with self._lock:
+            self.decisions[key] = self.decisions.get(key, 0) + num_requests
 
     def first_token(self, request: Request, now: float) -> None:
         """A request got its first token: was the prediction right?"""
@@ -166,6 +182,15 @@ class Admission:
                 f"the {most_tokens} that may (--max-num-queued-tokens)",
             )  # fmt: skip
 
+    def refuse_early(
+        self, now: float, num_before: int, num_requests: int, num_prompt_tokens: int
+    ) -> None:
+        """As `check_queue`, by any thread, on the load as last seen and with `num_before` others on their way."""
+        load = self.load
+        if load is not None and load.num_waiting:
+            load = replace(load, num_waiting=load.num_waiting + num_before)
+            self.check_queue(now, load, num_requests, num_prompt_tokens * num_requests)
+
     def _refuse(self, now: float, load: Load, reason: str, num_requests: int, why: str) -> None:
         self.count("refused", reason, num_requests)
         seconds = self._promise(now, load, num_requests)
@@ -179,8 +204,9 @@ class Admission:
         """Seconds until there is room, after all that were told to return before."""
         each = self.drain.request_seconds(load)
         spare = max(1.0, load.num_waiting * SPARE_PART)
-        self._promised = max(self._promised, now + spare * each) + num_requests * each
-        return self._promised - now
+        with self._lock:
+            self._promised = max(self._promised, now + spare * each) + num_requests * each
+            return self._promised - now
 
     def check_deadline(
         self, now: float, load: Load, deadline: float, request: Request, forecast: Forecast

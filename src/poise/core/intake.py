@@ -63,11 +63,11 @@ class Intake:
         asked = (
             f"{num_prompt_tokens} prompt tokens + {max_tokens} output tokens = {num_tokens} tokens"
         )
-        if num_tokens > self._limits.max_model_len:
+        longest = self._limits.max_model_len
+        if num_tokens > longest:
             raise InvalidRequestError(
-                f"{asked}, more than the {self._limits.max_model_len} of this model; shorten the "
-                "prompt or lower max_tokens",
-                "max_tokens",
+                f"{asked} exceed the context of {longest}; shorten the prompt or lower max_tokens",
+                "max_tokens" if num_prompt_tokens < longest else "prompt",
                 "context_length_exceeded",
             )
         need = self._kv_cache.num_blocks_needed(num_tokens, self._limits.max_num_batched_tokens)

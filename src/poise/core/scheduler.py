@@ -118,6 +118,7 @@ class Scheduler:
             self.admission.drain.arrived(request.num_prompt_tokens)
             self._requests[request.request_id] = request
             self._queue(request, now, is_new=True)
+        self.admission.load = self._load()
 
     def _queue(self, request: Request, now: float, *, is_new: bool) -> None:
         self._waiting.add(request, is_new)
@@ -198,6 +199,7 @@ class Scheduler:
         self._schedule_running(plan)
         if len(self._waiting):
             self._wait_causes.close(plan.now, self._schedule_waiting(plan))
+            self.admission.load = self._load()
         if not plan.scheduled:
             return SchedulerOutput(self._counters.num_steps, (), (), (), 0)
         output = plan.output(self._counters.num_steps, self._running.removed)

@@ -102,6 +102,7 @@ class StepTimeModel:
             kind: sorted((fit or {}).get(kind, {}).items()) for kind in KINDS
         }
         self.errors: deque[float] = deque(maxlen=NUM_ERRORS)
+        self.num_observed = 0
 
     @property
     def is_fitted(self) -> bool:
@@ -187,6 +188,7 @@ class StepTimeModel:
         modelled = self._cost.seconds(shape)
         ratio = seconds / (modelled * self._correction(kind, shape.num_tokens))
         self.errors.append(ratio - 1)
+        self.num_observed += 1
         size = (shape.num_tokens - 1).bit_length()
         ratios = self._ratios[kind].get(size)
         if ratios is None:

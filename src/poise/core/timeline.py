@@ -88,6 +88,8 @@ WAIT_CAUSES: Final = (
     "kv_blocks",  # too few free pages
     "cohort",  # static batches: the last one was still running
     "partial_prefills",  # as many prompts were half computed as may be
+    "shared_prefix",  # many in front wait for blocks that others are about to compute
+    "kv_quota",  # many tenants in front hold as many pages as they may
     "preemption",  # a request had just been preempted for pages
 )
 

@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING
 from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.clock import MonotonicClock
 from poise.core.kv_cache_manager import KVCacheManager
-from poise.core.limits import Limits
 from poise.core.prefix_cache import PrefixCache
 from poise.core.scheduler import Scheduler
+from poise.core.step_time import StepTimeModel
+from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import EngineInfo
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import EngineMetrics
+from poise.engine.scheduling import limits_of, policy_of
+from poise.engine.scheduling_metrics import SchedulingMetrics
+from poise.engine.step_times import fit_key, store_fit, stored_fit
 from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
+from poise.executor.step_cost import probe
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
 from poise.weights.dummy_checkpoint import DEFAULT_CONTAINER, dummy_checkpoint
@@ -38,6 +43,7 @@ def build_engine(
     scheduler: SchedulerConfig,
     compute: ComputeConfig,
     *,
+    tenants: TenantTable = NO_TENANTS,
     console: Console | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> LLMEngine:
@@ -53,7 +59,12 @@ def build_engine(
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
         loaded = load_executor(checkpoint, cache, scheduler, compute)
-        return assemble_engine(source, cache, scheduler, checkpoint, loaded, tokenizer.result())
+        engine = assemble_engine(
+            source, cache, scheduler, checkpoint, loaded, tokenizer.result(), tenants
+        )
+    if not engine.step_time.is_fitted:
+        probe(loaded.executor, loaded.kv_groups, loaded.block_size, engine.step_time)
+    return engine
 
 
 def open_source(source: ModelSource, *, console: Console | None = None) -> Checkpoint:
@@ -74,6 +85,7 @@ def assemble_engine(
     checkpoint: Checkpoint,
     loaded: LoadedExecutor,
     tokenizer: Tokenizer,
+    tenants: TenantTable = NO_TENANTS,
 ) -> LLMEngine:
     """An engine around an executor that is loaded; engines may share one, in turn."""
     clock = MonotonicClock()
@@ -85,10 +97,16 @@ def assemble_engine(
             block_size=loaded.block_size,
             num_groups=len(loaded.kv_groups),
         )
+    details = loaded.details
+    key = fit_key(loaded.fingerprint, details.get("isa", ""), details.get("threads", ""))
+    step_time = StepTimeModel(loaded.step_cost, loaded.kv_groups, stored_fit(key))
     scheduler = Scheduler(
         KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache),
         clock,
-        Limits(limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len),
+        limits_of(limits, loaded.max_model_len),
+        policy=policy_of(limits, tenants),
+        tenants=tenants,
+        step_time=step_time,
     )
     info = EngineInfo(
         model=source.served_name or checkpoint.name,
@@ -108,6 +126,7 @@ def assemble_engine(
             "enable_prefix_caching": str(cache.enable_prefix_caching),
         },
         work=Utilisation(loaded.work_done, loaded.rates),
+        scheduling=SchedulingMetrics(scheduler),
     )
     return LLMEngine(
         scheduler,
@@ -116,4 +135,5 @@ def assemble_engine(
         info=info,
         metrics=metrics,
         clock=clock,
+        on_close=lambda: store_fit(key, step_time),
     )

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from poise.engine.client import EngineRequest, EngineStatus, RequestDelta
 from poise.engine.llm_engine import LLMEngine
-from poise.errors import EngineDeadError, InvalidRequestError
+from poise.errors import DeadlineError, EngineDeadError, InvalidRequestError, QueueFullError
 
-Delivery = tuple[int, RequestDelta | InvalidRequestError]
+Delivery = tuple[int, RequestDelta | InvalidRequestError | QueueFullError | DeadlineError]
+REFUSALS = (InvalidRequestError, QueueFullError, DeadlineError)
 CLOSED = "the engine is closed"
 
 _Command = tuple[int, EngineRequest | None, float]  # key, request (None aborts), arrival time
@@ -66,7 +67,7 @@ class EngineLoop:
 
     def submit(self, key: int, request: EngineRequest) -> None:
         """Queues a request under a key that was never used before; EngineDeadError if it can't be
-        served.
+        served, QueueFullError if too much is waiting already: then nobody waits for a step to be told.
         """
         with self._condition:
             reason = self._death()
@@ -76,6 +77,8 @@ class EngineLoop:
                 raise EngineDeadError("the engine is closing")
             if self.engine is None:
                 raise EngineDeadError("the model is still loading")
+            num_before = sum(1 for _, command, _ in self._commands if command is not None)
+            self.engine.refuse_early(request, num_before)
             self._commands.append((key, request, self.engine.clock.now()))
             self._condition.notify()
 
@@ -171,7 +174,7 @@ class EngineLoop:
                 else:
                     try:
                         engine.add_request(key, request, arrival_time)
-                    except InvalidRequestError as error:
+                    except REFUSALS as error:
                         outputs.append((key, error))
             if closing:
                 engine.abort_all()
