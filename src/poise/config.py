@@ -187,6 +187,12 @@ class SchedulerConfig:
         "what drains in 60 seconds, by prediction",
     )  # fmt: skip
 
+    record_schedule: str | None = setting(
+        None, "record-schedule", string,
+        "Write every scheduling decision and what it saw to this file (it holds token ids of prompts and answers); see poise replay.",
+        "nothing is recorded",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check(self)
 

@@ -15,12 +15,13 @@ from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfi
 from poise.core.clock import MonotonicClock
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.prefix_cache import PrefixCache
-from poise.core.scheduler import Scheduler
-from poise.core.step_time import StepTimeModel
+from poise.core.recording import RecordingScheduler, SchedulerSetup
+from poise.core.step_time import Fit
 from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import EngineInfo
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import EngineMetrics
+from poise.engine.schedule_file import ScheduleFile
 from poise.engine.scheduling import limits_of, policy_of
 from poise.engine.scheduling_metrics import SchedulingMetrics
 from poise.engine.step_times import fit_key, store_fit, stored_fit
@@ -59,12 +60,17 @@ def build_engine(
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
         loaded = load_executor(checkpoint, cache, scheduler, compute)
-        engine = assemble_engine(
-            source, cache, scheduler, checkpoint, loaded, tokenizer.result(), tenants
+        fit = stored_fit(_fit_key(loaded)) or probe(
+            loaded.executor, loaded.kv_groups, loaded.block_size, loaded.step_cost
         )
-    if not engine.step_time.is_fitted:
-        probe(loaded.executor, loaded.kv_groups, loaded.block_size, engine.step_time)
-    return engine
+        return assemble_engine(
+            source, cache, scheduler, checkpoint, loaded, tokenizer.result(), tenants, fit
+        )
+
+
+def _fit_key(loaded: LoadedExecutor) -> str:
+    details = loaded.details
+    return fit_key(loaded.fingerprint, details.get("isa", ""), details.get("threads", ""))
 
 
 def open_source(source: ModelSource, *, console: Console | None = None) -> Checkpoint:
@@ -86,8 +92,13 @@ def assemble_engine(
     loaded: LoadedExecutor,
     tokenizer: Tokenizer,
     tenants: TenantTable = NO_TENANTS,
+    fit: Fit | None = None,
 ) -> LLMEngine:
-    """An engine around an executor that is loaded; engines may share one, in turn."""
+    """An engine around an executor that is loaded; engines may share one, in turn.
+
+    `fit` is where predictions of step times start from. Raises ConfigError for tenants that are promised
+    more than there is, or a recording that can't be written.
+    """
     clock = MonotonicClock()
     prefix_cache = None
     if cache.enable_prefix_caching:
@@ -97,17 +108,32 @@ def assemble_engine(
             block_size=loaded.block_size,
             num_groups=len(loaded.kv_groups),
         )
-    details = loaded.details
-    key = fit_key(loaded.fingerprint, details.get("isa", ""), details.get("threads", ""))
-    step_time = StepTimeModel(loaded.step_cost, loaded.kv_groups, stored_fit(key))
-    scheduler = Scheduler(
-        KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache),
-        clock,
-        limits_of(limits, loaded.max_model_len),
-        policy=policy_of(limits, tenants),
+    setup = SchedulerSetup(
+        limits=limits_of(limits, loaded.max_model_len),
+        policy=policy_of(limits, tenants).name,
         tenants=tenants,
-        step_time=step_time,
+        groups=loaded.kv_groups,
+        num_blocks=loaded.num_blocks,
+        block_size=loaded.block_size,
+        caching=cache.enable_prefix_caching,
+        step_cost=loaded.step_cost,
+        fit=fit or {},
     )
+    kv_cache = KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache)
+    recording = None
+    if limits.record_schedule is None:
+        scheduler = setup.scheduler(kv_cache, clock)
+    else:
+        recording = ScheduleFile(limits.record_schedule)
+        scheduler = RecordingScheduler(setup, kv_cache, clock, recording.write)
+
+    key = _fit_key(loaded)
+
+    def on_close() -> None:  # holds on to nothing of the model
+        store_fit(key, scheduler.step_time)
+        if recording is not None:
+            recording.close()
+
     info = EngineInfo(
         model=source.served_name or checkpoint.name,
         max_model_len=loaded.max_model_len,
@@ -135,5 +161,5 @@ def assemble_engine(
         info=info,
         metrics=metrics,
         clock=clock,
-        on_close=lambda: store_fit(key, step_time),
+        on_close=on_close,
     )

@@ -17,7 +17,7 @@ from poise.core.output import (
     SchedulerOutput,
 )
 from poise.core.sampling_params import SamplingParams
-from poise.core.step_time import StepCost, StepTimeModel
+from poise.core.step_time import Fit, StepCost, StepTimeModel
 from poise.executor.stored_rates import StoredRates
 from poise.models import cost
 from poise.models.config import ModelConfig
@@ -47,13 +47,14 @@ def step_cost(
 
 
 def probe(
-    executor: Executor, groups: list[KVGroupSpec], block_size: int, model: StepTimeModel
-) -> None:
-    """Runs a step of 16 prompt tokens and one of a single token, and tells the model what they took.
+    executor: Executor, groups: list[KVGroupSpec], block_size: int, step_cost: StepCost
+) -> Fit:
+    """Corrections from a step of 16 prompt tokens and one of a single token.
 
     Their pages hold nothing that anybody could find afterwards. Slow models are not probed: their first
     real steps will do.
     """
+    model = StepTimeModel(step_cost, groups)
     num_pages = -(-sum(PROBE_TOKENS) // block_size)
     tables = tuple(tuple(range(g * num_pages, (g + 1) * num_pages)) for g in range(len(groups)))
     sampling = EngineSampling(SamplingParams(temperature=0.0), 0, 0, frozenset())
@@ -70,3 +71,4 @@ def probe(
         model.observe(shape, monotonic() - begin)
         start += num_tokens
     executor.execute(SchedulerOutput(0, (PROBE_ID,), (), (), 0))
+    return model.fit
