@@ -187,7 +187,7 @@ class Admission:
     ) -> None:
         """As `check_queue`, by any thread, on the load as last seen and with `num_before` others on their way."""
         load = self.load
-        if load is not None and load.num_waiting:
+        if load is not None:
             load = replace(load, num_waiting=load.num_waiting + num_before)
             self.check_queue(now, load, num_requests, num_prompt_tokens * num_requests)
 

@@ -86,6 +86,7 @@ class Scheduler:
         self._cohort_is_open = True
         self._counters = SchedulerCounters()
         self._wait_causes = WaitCauses(clock.now())
+        self.admission.load = self._load()
 
     def set_tenants(self, tenants: TenantTable) -> None:
         """Replaces the table; what runs goes on, and counts against the new one. Raises ConfigError."""
@@ -163,6 +164,7 @@ class Scheduler:
             self._running.leave(request)
         else:
             self._waiting.remove(request)
+            self.admission.load = self._load()
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason

@@ -47,6 +47,7 @@ class EngineLoop:
         self._on_stopped = on_stopped
         self._condition = threading.Condition()
         self._commands: deque[_Command] = deque()
+        self._num_submitted = 0  # requests that the engine has not taken or refused yet
         self._calls: deque[tuple[Callable[[LLMEngine], None], Future[Any]]] = deque()
         self._closing = False
         self._stop_reason: str | None = None
@@ -77,8 +78,8 @@ class EngineLoop:
                 raise EngineDeadError("the engine is closing")
             if self.engine is None:
                 raise EngineDeadError("the model is still loading")
-            num_before = sum(1 for _, command, _ in self._commands if command is not None)
-            self.engine.refuse_early(request, num_before)
+            self.engine.refuse_early(request, self._num_submitted)
+            self._num_submitted += 1
             self._commands.append((key, request, self.engine.clock.now()))
             self._condition.notify()
 
@@ -176,6 +177,11 @@ class EngineLoop:
                         engine.add_request(key, request, arrival_time)
                     except REFUSALS as error:
                         outputs.append((key, error))
+                    with self._condition:
+                        self._num_submitted -= 1
+            if outputs:  # who was refused need not wait for a step to be told
+                self._deliver(outputs)
+                outputs = []
             if closing:
                 engine.abort_all()
             outputs.extend(engine.step())

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from core_harness import FULL_AND_SLIDING, Harness, answer_alone
 
+from poise.core.limits import Limits
 from poise.core.policy import FAIR, FCFS, POLICIES, Policy
 from poise.core.request import Request, RequestOwner, RequestStatus
 from poise.core.reservations import Reservations
+from poise.core.simulation import Arrival, Hardware, Outcome, Simulation
+from poise.core.step_time import StepCost, StepTimeModel
 from poise.core.tenant import Share, Tenant, TenantTable
 from poise.errors import ConfigError, InvalidRequestError
 
@@ -186,3 +189,46 @@ def test_page_steps_are_counted_by_tenant() -> None:
     holdings = harness.scheduler.holdings
     assert holdings.tenant("light").num_block_steps == 2 + 2 + 3 + 3
     assert holdings.tenant("heavy").num_block_steps == 8
+
+
+# --- in virtual time ------------------------------------------------------------------------------
+
+MACHINE = StepTimeModel(StepCost(per_step=8e-3, per_token=1e-3, per_key=2e-8, per_sampled=2e-4))
+
+
+def light_beside_heavy(
+    policy: Policy, table: TenantTable, flood: bool
+) -> tuple[list[float], float]:
+    """(the light tenant's times to first token, the longest step) beside one with 100 times its load."""
+    run = Simulation(
+        Hardware(4000, caching=False, truth=MACHINE),
+        Limits(16, 256, 10_000),
+        policy=policy,
+        tenants=table,
+    )
+    if flood:
+        for _ in range(200):
+            run.add(Arrival(0.0, 1000, 64, owner=HEAVY))
+    light: list[Outcome] = []
+    steps = []
+    while len(light) < 20 or not all(outcome.token_times for outcome in light):
+        if len(light) < 20 and run.clock.now() >= 2.0 * len(light):
+            light.append(run.add(Arrival(2.0 * len(light), 16, 64, owner=LIGHT)))
+        before = run.clock.now()
+        if not run.step().scheduled:
+            run.clock.advance(0.01)
+            continue
+        steps.append(run.clock.now() - before)
+    return sorted(outcome.time_to_first_token for outcome in light), max(steps[16:])
+
+
+def test_a_light_tenant_with_a_share_hardly_notices_one_that_floods() -> None:
+    """p95 of its first token: solo, three loaded steps and one preemption, which costs no step of its own."""
+    solo, _ = light_beside_heavy(FCFS, reserved(sequences=0.1, tokens=0.1, blocks=0.1), flood=False)
+    times, step = light_beside_heavy(
+        FAIR, reserved(sequences=0.1, tokens=0.1, blocks=0.1), flood=True
+    )
+    assert times[18] <= solo[18] + 3 * step
+    for policy in (FCFS, FAIR):  # without a share it waits for the first slot that gets free
+        waits, _ = light_beside_heavy(policy, TenantTable(), flood=True)
+        assert waits[18] > 10 * times[18]
