@@ -10,15 +10,17 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from poise.config_values import (
     Parser,
+    fraction,
     fraction_of_memory,
     integer,
     load_format,
+    milliseconds,
     one_of,
     seconds,
     size,
@@ -143,7 +145,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step. `max_model_len=None` takes the model's own."""
+    """Limits of a step and of the queue, and the order. `max_model_len=None` takes the model's own."""
 
     max_num_seqs: int = setting(
         64, "max-num-seqs", integer(1, 65_536),
@@ -160,9 +162,54 @@ class SchedulerConfig:
         "Longest prompt and answer together, in tokens.",
         "the model's own context",
     )  # fmt: skip
+    scheduling_policy: Literal["fcfs", "priority", "fair", "static"] | None = setting(
+        None, "scheduling-policy", one_of("fcfs", "priority", "fair", "static"),
+        "Who goes first: fcfs, priority (lower first, with ageing), fair (the tenant served least) or static (fixed batches).",
+        "fair where tenants are configured, else fcfs",
+    )  # fmt: skip
+    target_itl_ms: float = setting(
+        0.0, "target-itl-ms", milliseconds,
+        "While others stream, take only as many prompt tokens into a step as end within this by prediction; 0 for no target.",
+        "prompts are computed as fast as they can be",
+    )  # fmt: skip
+    max_num_partial_prefills: int = setting(
+        0, "max-num-partial-prefills", integer(0, 65_536),
+        "Prompts that may be half computed at the same time; 0 for any number.",
+        "as many as the tokens of a step allow",
+    )  # fmt: skip
+    long_prefill_token_threshold: int = setting(
+        0, "long-prefill-token-threshold", integer(0, 1_048_576),
+        "Most tokens of one prompt in a step while others wait, so that short ones pass; 0 for no cap.",
+        "prompts are computed in the order of their arrival",
+    )  # fmt: skip
+    watermark: float = setting(
+        0.0, "watermark", fraction,
+        "Part of the KV blocks that stays free for running requests when another one is admitted.",
+        "every block works; who runs out preempts the newest",
+    )  # fmt: skip
+    max_num_queued_reqs: int | None = setting(
+        None, "max-num-queued-reqs", integer(0, 1_000_000),
+        "Requests that may wait; more are refused with 429 and Retry-After. 0 for no bound.",
+        "4 x max-num-seqs",
+    )  # fmt: skip
+    max_num_queued_tokens: int | None = setting(
+        None, "max-num-queued-tokens", integer(0),
+        "Prompt tokens that may wait; more are refused with 429 and Retry-After. 0 for no bound.",
+        "what drains in 60 seconds, by prediction",
+    )  # fmt: skip
+
+    record_schedule: str | None = setting(
+        None, "record-schedule", string,
+        "Write every scheduling decision and what it saw to this file (it holds token ids of prompts and answers); see poise replay.",
+        "nothing is recorded",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)
+
+    def without_queue_bounds(self) -> SchedulerConfig:
+        """For callers in this process, who hand over all they have at once."""
+        return replace(self, max_num_queued_reqs=0, max_num_queued_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)

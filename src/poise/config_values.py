@@ -55,14 +55,27 @@ def one_of(*choices: Any) -> Parser:
 
 def seconds(value: object) -> float:
     """A duration in seconds, up to a day."""
-    expected = "expected seconds from 0 to 86,400"
+    return _number(value, 86_400, "expected seconds from 0 to 86,400")
+
+
+def milliseconds(value: object) -> float:
+    """A duration in milliseconds, up to a minute."""
+    return _number(value, 60_000, "expected milliseconds from 0 to 60,000")
+
+
+def fraction(value: object) -> float:
+    """A part of a whole, below all of it."""
+    return _number(value, 0.99, "expected a fraction from 0 to 0.99")
+
+
+def _number(value: object, most: float, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(expected)
     try:
         number = float(value)
     except ValueError:
         raise ValueError(expected) from None
-    if not 0 <= number <= 86_400:
+    if not 0 <= number <= most:
         raise ValueError(expected)
     return number
 

@@ -41,3 +41,25 @@ class ConfigError(PoiseError):
 
 class EngineDeadError(PoiseError):
     """The engine loop has stopped after an internal failure; no request can be served (HTTP 503)."""
+
+
+class QueueFullError(PoiseError):
+    """Too much is waiting already (HTTP 429). `reason` is queued_requests or queued_tokens; after `retry_after_seconds`,
+    by the predicted drain, there will be room.
+    """
+
+    def __init__(self, message: str, *, reason: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DeadlineError(PoiseError):
+    """The deadline has passed or, by prediction, can't be met. `reason` is deadline_passed, deadline_first_token or
+    deadline_end; `retry_after_seconds` is 0 where waiting would not help.
+    """
+
+    def __init__(self, message: str, *, reason: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds

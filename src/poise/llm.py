@@ -81,7 +81,9 @@ class LLM:
         engine = build_engine(
             ModelSource(model, served_model_name, offline, load_format),
             CacheConfig(block_size, kv_cache_memory_bytes, enable_prefix_caching, kv_cache_dtype),
-            SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
+            SchedulerConfig(
+                max_num_seqs, max_num_batched_tokens, max_model_len
+            ).without_queue_bounds(),
             ComputeConfig(threads, activations, enable_shared_prefix_attention),
             console=console,
         )

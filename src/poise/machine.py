@@ -119,11 +119,16 @@ def cgroup_limits(root: Path = ROOT) -> CgroupLimits:
     return CgroupLimits(min(cpus, default=None), min(memory, default=None), min(left, default=None))
 
 
+def poise_version() -> str:
+    """The build that runs."""
+    return __version__
+
+
 def environment_report() -> dict[str, object]:
     """What a bug report, a record and a fingerprint say of this installation and host."""
     limits = cgroup_limits()
     return {
-        "poise": __version__,
+        "poise": poise_version(),
         "isa": _isa(),
         "threads": default_threads(),
         "cpu": cpu_model(),

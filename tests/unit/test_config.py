@@ -79,6 +79,8 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "enable-prefix-caching": "true",
         "enable-shared-prefix-attention": "false",
         "enable-profiling": "true",
+        "scheduling-policy": "priority",
+        "watermark": "0.77",
     }.get(name, "77")
     place = environment_name(name)
     twin = resolve({}, {place: text})

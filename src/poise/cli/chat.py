@@ -40,13 +40,13 @@ Ctrl-C stops an answer; at the prompt twice, or Ctrl-D once, it leaves."""
 @click.option("--system", metavar="TEXT", help="The system message.")
 def command(settings: Settings, system: str | None, **sampling: Any) -> int:
     """Talk with MODEL in the terminal."""
-    from poise.cli.local_engine import load_engine
+    from poise.cli.local_engine import load_local_engine
     from poise.core.sampling_params import SamplingParams
 
     params = SamplingParams(**sampling)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its line editing and history
-    engine = load_engine(settings)
+    engine = load_local_engine(settings)
     try:
         conversation = Conversation(engine, params, system)
         if sys.stdin.isatty():

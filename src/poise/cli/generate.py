@@ -44,14 +44,14 @@ def sampling_options(max_tokens: int | None, temperature: float) -> Callable[[Ve
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: text, ids, seed, …")
 def command(settings: Settings, prompt: str, chat: bool, as_json: bool, **sampling: Any) -> int:
     """Continue PROMPT; "-" reads it from standard input."""
-    from poise.cli.local_engine import AnswerStoppedError, load_engine, printable, stream
+    from poise.cli.local_engine import AnswerStoppedError, load_local_engine, printable, stream
     from poise.core.sampling_params import SamplingParams
     from poise.engine.input_processor import resolve_seed
 
     params = SamplingParams(**sampling)
     if prompt == "-":
         prompt = sys.stdin.read()
-    engine = load_engine(settings)
+    engine = load_local_engine(settings)
     try:
         tokenizer = engine.tokenizer
         if chat:

@@ -9,6 +9,7 @@ import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,11 @@ _keys = itertools.count()
 
 class AnswerStoppedError(Exception):
     """Ctrl-C stopped the answer between two steps; the engine is whole."""
+
+
+def load_local_engine(settings: Settings) -> LLMEngine:
+    """An engine for this command alone: whatever it hands over waits its turn."""
+    return load_engine(replace(settings, scheduler=settings.scheduler.without_queue_bounds()))
 
 
 def load_engine(settings: Settings) -> LLMEngine:

@@ -96,14 +96,14 @@ def _profile_here(
     """Runs random prompts to their end, once to warm up and once more timed; then probes the machine."""
     from time import monotonic_ns
 
-    from poise.cli.local_engine import load_engine
+    from poise.cli.local_engine import load_local_engine
     from poise.core.sampling_params import SamplingParams
     from poise.engine.client import EngineRequest
     from poise.engine.profile import profile_report, trace_events
     from poise.executor.hardware_counters import HardwareCounters
     from poise.executor.stored_rates import measure_and_store
 
-    engine = load_engine(settings)
+    engine = load_local_engine(settings)
     try:
         numbers = random.Random(SEED)
 

@@ -50,11 +50,21 @@ class KVCacheManager:
             int, list[int]
         ] = {}  # pages that the step in flight computes, by request
 
+    @property
+    def num_pool_tokens(self) -> int:
+        """Tokens that fit the pool if every group keeps all of them."""
+        return self.pool.num_blocks // len(self._windows) * self.block_size
+
     # --- how much fits ----------------------------------------------------------------------------
 
     def num_blocks_needed(self, num_tokens: int, max_chunk: int) -> int:
         """The most pages that `num_tokens` take at once, computed in chunks up to `max_chunk`."""
         return sum(self._group_need(window, num_tokens, max_chunk) for window in self._windows)
+
+    def num_new_blocks(self, request: Request, end: int) -> int:
+        """Pages that its tables lack to hold positions 0 … end-1, hits among them."""
+        num_held = len(request.block_tables[0]) if request.block_tables else 0
+        return (-(-end // self.block_size) - num_held) * len(self._windows)
 
     def _group_need(self, window: int | None, num_tokens: int, max_chunk: int) -> int:
         num_blocks = -(-num_tokens // self.block_size)
@@ -62,12 +72,14 @@ class KVCacheManager:
             return num_blocks
         return min(num_blocks, (window + max_chunk) // self.block_size + 2)
 
-    def fits_now(self, request: Request, hit: PrefixHit | None, max_chunk: int) -> bool:
-        """Whether free pages do for all known tokens; those of the hit in use cost nothing."""
+    def fits_now(
+        self, request: Request, hit: PrefixHit | None, max_chunk: int, num_spare: int = 0
+    ) -> bool:
+        """Whether free pages do for all known tokens and `num_spare` stay free; those of the hit in use cost nothing."""
         need = self.num_blocks_needed(request.num_tokens, max_chunk)
         if hit is not None:
             need -= sum(b != NULL_BLOCK_ID and not self.pool.is_free(b) for b in _flat(hit.blocks))
-        return need <= self.pool.num_free
+        return need + num_spare <= self.pool.num_free
 
     # --- prefix hits ------------------------------------------------------------------------------
 
@@ -171,6 +183,7 @@ class KVCacheManager:
             self._take_hit(request, hit)
         for table in request.block_tables:
             table.extend(self._take_page() for _ in range(num_new))
+        request.num_blocks += max(0, num_new) * len(self._windows)
         return tuple(tuple(table[num_held:]) for table in request.block_tables)
 
     def _take_hit(self, request: Request, hit: PrefixHit) -> None:
@@ -178,6 +191,7 @@ class KVCacheManager:
             for block_id in blocks:
                 if block_id != NULL_BLOCK_ID:
                     self.pool.share(block_id)
+                    request.num_blocks += 1
             table.extend(blocks)
         first = request.num_computed_tokens // self.block_size
         last = hit.end // self.block_size
@@ -198,6 +212,7 @@ class KVCacheManager:
                     break  # all before it are null already
                 self._release(table[i])
                 table[i] = NULL_BLOCK_ID
+                request.num_blocks -= 1
 
     def _release(self, block_id: int) -> None:
         keep = self._cache is not None and self._cache.holds(block_id)
@@ -210,6 +225,7 @@ class KVCacheManager:
                 if block_id != NULL_BLOCK_ID:
                     self._release(block_id)
         request.block_tables = ()
+        request.num_blocks = 0
         first = request.num_computed_tokens // self.block_size
         self._claims.release(request.block_hashes[first:], request.request_id)
 
@@ -270,6 +286,8 @@ class KVCacheManager:
             lengths = {len(table) for table in request.block_tables}
             assert len(lengths) == 1, f"request {request.request_id}: tables differ in length"
             assert lengths.pop() * self.block_size >= request.num_computed_tokens
+            held = sum(b != NULL_BLOCK_ID for table in request.block_tables for b in table)
+            assert request.num_blocks == held
         assert self._claims.owners() <= {request.request_id for request in running}
         if self._cache is not None:
             self._cache.check_invariants()

@@ -13,6 +13,7 @@ from enum import Enum
 
 from poise.core.output import EngineSampling
 from poise.core.tenant import DEFAULT_TENANT_NAME, ServiceClass
+from poise.core.timeline import Timeline
 
 
 class RequestStatus(Enum):
@@ -72,12 +73,20 @@ class Request:
     num_restarts: int = (
         0  # times the KV was dropped to be recomputed: preempted, or its step failed
     )
+    was_charged: bool = False  # its prompt counts in its tenant's service
+    predicted_first_token_time: float | None = None  # as told when it arrived
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
 
+    timeline: Timeline = field(default_factory=Timeline)
+    num_steps: int = 0  # that gave it rows
+    wait_causes: tuple[float, ...] = ()  # the scheduler's `WaitCauses` when it joined the queue
+    queued_time: float = 0.0  # when it joined it, the first time or again
+
     block_tables: tuple[list[int], ...] = ()  # one per KV group; owned by the KV cache manager
+    num_blocks: int = 0  # pages that it holds, shared ones included; kept by the KV cache manager
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, extended when needed
 
     @classmethod

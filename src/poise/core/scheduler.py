@@ -1,86 +1,44 @@
 """The one token-budget loop: computed tokens catch up with known ones, in no phases.
 
-Owns which requests wait and run, and in what order; does not know pages' content, text, arrays or
-how a step is computed. Invariant: at most one step is in flight, and the oldest admitted request
-advances in every step.
+Owns which requests wait and run; does not know pages' content, text, arrays or how a step is computed.
+Asks and acts: order is the policy's, a step's tokens are the budget's, guarantees and quotas are the
+reservations', and the intake says who may come in. Invariant: at most one step is in flight, and the
+oldest admitted request advances in every step.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Final
 
+from poise.core.admission import Admission, Load
 from poise.core.clock import Clock
+from poise.core.fairness import ServiceCounters
+from poise.core.intake import Intake
 from poise.core.kv_cache_manager import BlockIds, KVCacheManager, PrefixHit
+from poise.core.limits import Limits
 from poise.core.output import (
     ModelRunnerOutput,
-    NewRequest,
     ScheduledRequest,
     SchedulerOutput,
-    TokenLogprobs,
 )
 from poise.core.policy import FCFS, Policy
 from poise.core.request import Request, RequestStatus
-from poise.errors import InvalidRequestError
+from poise.core.reservations import Pool, Reservations, TokenClaims
+from poise.core.running import RunningRequests
+from poise.core.scheduler_records import RequestUpdate, SchedulerCounters, SchedulerStats
+from poise.core.step_budget import StepBudget
+from poise.core.step_plan import StepPlan
+from poise.core.step_results import take_result
+from poise.core.step_time import StepTimeModel
+from poise.core.tenant import NO_TENANTS, TenantTable
+from poise.core.timeline import WaitCauses
+from poise.core.victims import Victims
+from poise.core.waiting_queue import WaitingQueue
 
-
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
-    """What one step gave one request. `logprobs` go with `new_token_ids` where they were asked for.
-
-    `prompt_logprobs` are for the prompt positions that follow those delivered before.
-    `finish_reason` is stop, length or error; aborted requests get no update.
-    """
-
-    request: Request
-    new_token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start. Tokens recomputed after a restart count again."""
-
-    num_steps: int = 0
-    num_prefix_query_tokens: int = 0  # known tokens of each request at each admission
-    num_prefix_hit_tokens: int = 0  # of these, taken from the cache
-    num_prefix_bypasses: int = 0  # admissions that ignored hits for the sake of prompt_logprobs
-    num_preemptions: int = 0
-    num_computed_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_failed_steps: int = 0
-    num_broken_requests: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """A snapshot: gauges and totals. Pages that only hold cached content count as free."""
-
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_total_blocks: int
-    counters: SchedulerCounters
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of pages that running requests hold, 0 to 1."""
-        return 1.0 - self.num_free_blocks / self.num_total_blocks
-
-
-@dataclass(slots=True)
-class _StepPlan:
-    """The step being built."""
-
-    budget: int
-    now: float
-    new_requests: list[NewRequest] = field(default_factory=list)
-    scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
-    preempted: bool = False
+MOST_PASSED: Final = 32
+"""Requests that a step looks at and leaves in the queue for reasons of their own before it stops."""
 
 
 class Scheduler:
@@ -88,223 +46,365 @@ class Scheduler:
 
     loop:  add / abort  ->  schedule()  ->  Executor.execute()  ->  update(), or fail_step()
 
-    At most `max_num_seqs` requests run, and no more than a step has tokens, so that each running
-    one gets at least one token per step.
+    `step_time` predicts steps and learns from them. Raises ConfigError for a table of tenants that
+    promises more than there is.
     """
 
     def __init__(
         self,
         kv_cache: KVCacheManager,
         clock: Clock,
+        limits: Limits,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
         policy: Policy = FCFS,
+        tenants: TenantTable = NO_TENANTS,
+        step_time: StepTimeModel | None = None,
     ) -> None:
-        assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
+        self.limits = limits
+        self.policy = policy
+        self.step_time = step_time or StepTimeModel()
+        self.admission = Admission(limits, self.step_time)
+        self.served = ServiceCounters(tenants)
         self._kv_cache = kv_cache
         self._clock = clock
-        self._max_num_running = min(max_num_seqs, max_num_batched_tokens)
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._policy = policy
         self._requests: dict[int, Request] = {}  # all that are unfinished
-        self._waiting: OrderedDict[int, Request] = OrderedDict()  # preempted ones in front
-        self._running: list[Request] = []  # in order of admission
-        self._removed: list[int] = []  # left `_running` since the executor was last told
+        self._waiting = WaitingQueue(policy, self.served)
+        self._reservations = Reservations(
+            tenants,
+            num_sequences=limits.max_num_running,
+            num_tokens=limits.max_num_batched_tokens,
+            num_blocks=kv_cache.pool.num_blocks,
+        )
+        self._running = RunningRequests(kv_cache, limits, self._reservations)
+        self.holdings = self._running.holdings
+        self._intake = Intake(limits, kv_cache, self._reservations, self.admission)
+        self._victims = Victims(
+            limits, policy, self.served, self._reservations, self._running.requests
+        )
         self._in_flight: SchedulerOutput | None = None
+        self._scheduled_at = 0.0
+        self._cohort_is_open = True
         self._counters = SchedulerCounters()
+        self._wait_causes = WaitCauses(clock.now())
+        self.admission.load = self._load()
+
+    def set_tenants(self, tenants: TenantTable) -> None:
+        """Replaces the table; what runs goes on, and counts against the new one. Raises ConfigError."""
+        self._reservations.set_table(tenants)
+        self.served.set_tenants(tenants)
 
     # --- requests come and go ---------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequestError if it could never fit."""
-        self._refuse_if_never_fits(request.num_prompt_tokens, request.max_tokens)
-        assert request.status is RequestStatus.WAITING
-        assert request.request_id not in self._requests, f"id {request.request_id} is in use"
-        self._requests[request.request_id] = request
-        self._waiting[request.request_id] = request
+    def add(self, *requests: Request) -> None:
+        """Queues the choices of one request, which are alike: all of them or none.
 
-    def _refuse_if_never_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        if num_prompt_tokens == 0:
-            raise InvalidRequestError("the prompt has no tokens; send at least one", "prompt")
-        num_tokens = num_prompt_tokens + max_tokens
-        asked = (
-            f"{num_prompt_tokens} prompt tokens + {max_tokens} output tokens = {num_tokens} tokens"
+        Raises InvalidRequestError if they could never fit, QueueFullError if too much is waiting, and
+        DeadlineError if they would miss their deadline.
+        """
+        now = self._clock.now()
+        forecast = self._intake.check(requests, now, self._load())
+        for request in requests:
+            assert request.status is RequestStatus.WAITING
+            assert request.request_id not in self._requests, f"id {request.request_id} is in use"
+            request.predicted_first_token_time = now + forecast.first_token
+            request.timeline.add(
+                request.arrival_time,
+                "arrived",
+                prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                tenant=request.tenant,
+                num_waiting=len(self._waiting),
+                predicted_first_token_seconds=now - request.arrival_time + forecast.first_token,
+            )
+            self.admission.drain.arrived(request.num_prompt_tokens)
+            self._requests[request.request_id] = request
+            self._queue(request, now, is_new=True)
+        self.admission.load = self._load()
+
+    def _queue(self, request: Request, now: float, *, is_new: bool) -> None:
+        self._waiting.add(request, is_new)
+        request.queued_time = request.arrival_time if is_new else now
+        request.wait_causes = self._wait_causes.snapshot(now)
+
+    def _load(self) -> Load:
+        to_compute = [r.num_tokens - r.num_computed_tokens for r in self._running]
+        return Load(
+            num_running=len(self._running),
+            num_running_prompt_tokens=sum(n for n in to_compute if n > 1),
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens,
+            num_known_tokens=sum(r.num_tokens for r in self._running),
+            num_pool_tokens=self._kv_cache.num_pool_tokens,
         )
-        if num_tokens > self._max_model_len:
-            raise InvalidRequestError(
-                f"{asked} exceed the context of {self._max_model_len}; "
-                "shorten the prompt or lower max_tokens",
-                "max_tokens" if num_prompt_tokens < self._max_model_len else "prompt",
-                "context_length_exceeded",
-            )
-        need = self._kv_cache.num_blocks_needed(num_tokens, self._max_num_batched_tokens)
-        num_blocks = self._kv_cache.pool.num_blocks
-        if need > num_blocks:
-            raise InvalidRequestError(
-                f"{asked} need {need} KV blocks of {self._kv_cache.block_size} tokens, the cache "
-                f"has {num_blocks}; shorten the prompt, lower max_tokens or enlarge the KV cache",
-                "max_tokens",
-                "context_length_exceeded",
-            )
 
-    def abort(self, request_ids: Iterable[int]) -> list[Request]:
+    def abort(self, request_ids: Iterable[int], reason: str = "abort") -> list[Request]:
         """Ends requests in any state, also while a step runs; returns those it ended."""
-        aborted = []
+        ended = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._finish(request, "abort")
-                aborted.append(request)
-        return aborted
+                self._finish(request, reason)
+                ended.append(request)
+        return ended
+
+    def end_overdue(self) -> list[Request]:
+        """Ends the requests whose deadline has passed, in any state; returns those it ended."""
+        if not self._intake.has_deadlines:
+            return []
+        overdue = self._intake.overdue(self._clock.now())
+        running = {request.request_id for request in self._running}
+        ended = self.abort(overdue, "deadline")
+        for request in ended:
+            where = "running" if request.request_id in running else "queued"
+            self.admission.count("dropped", f"deadline_{where}")
+        return ended
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is RequestStatus.RUNNING:
-            self._leave_running(request)
+            self._running.leave(request)
         else:
-            del self._waiting[request.request_id]
+            self._waiting.remove(request)
+            self.admission.load = self._load()
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if reason in ("stop", "length"):
+            self.admission.drain.finished(request.num_output_tokens)
+        request.timeline.add(
+            self._clock.now(),
+            "finished",
+            reason=reason,
+            output_tokens=request.num_output_tokens,
+            steps=request.num_steps,
+        )
 
-    def _leave_running(self, request: Request) -> None:
-        self._running.remove(request)
-        self._removed.append(request.request_id)
-        self._kv_cache.free(request)
-
-    def _send_back(self, request: Request) -> None:
-        """To the front of the queue with its output; its KV will be found or recomputed."""
-        self._leave_running(request)
+    def _send_back(self, request: Request, now: float, because: str, **by: int) -> None:
+        """To the queue with its output; its KV will be found or recomputed."""
+        request.timeline.add(now, "preempted", because=because, **by)
+        self._running.leave(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_restarts += 1
-        self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
+        self._queue(request, now, is_new=False)
+
+    def _preempt(self, plan: StepPlan, victim: Request, because: str, beneficiary: Request) -> None:
+        self._send_back(victim, plan.now, because, by=beneficiary.request_id)
+        self._counters.num_preemptions += 1
+        plan.preempted = True
 
     # --- building a step --------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """The next step; it has rows if any request is unfinished, else it may be dropped."""
         assert self._in_flight is None, "the last step has neither returned nor failed"
-        plan = _StepPlan(self._max_num_batched_tokens, self._clock.now())
+        plan = self._begin_step()
         self._schedule_running(plan)
-        if self._waiting and not plan.preempted:
-            self._schedule_waiting(plan)
+        if len(self._waiting):
+            self._wait_causes.close(plan.now, self._schedule_waiting(plan))
+            self.admission.load = self._load()
         if not plan.scheduled:
             return SchedulerOutput(self._counters.num_steps, (), (), (), 0)
-        output = SchedulerOutput(
-            step=self._counters.num_steps,
-            removed_request_ids=tuple(self._removed),
-            new_requests=tuple(plan.new_requests),
-            scheduled=tuple(plan.scheduled.values()),
-            num_tokens=self._max_num_batched_tokens - plan.budget,
-        )
-        self._removed.clear()
+        output = plan.output(self._counters.num_steps, self._running.removed)
+        self._running.removed.clear()
         self._counters.num_steps += 1
+        self.holdings.end_step()
         self._in_flight = output
         return output
 
-    def _schedule_running(self, plan: _StepPlan) -> None:
+    def _begin_step(self) -> StepPlan:
+        """An empty plan, or one in which reserved pools have taken what is theirs."""
+        now = self._scheduled_at = self._clock.now()
+        if not self._reservations:
+            return StepPlan(StepBudget(self.limits, self._running.requests, self.step_time), now)
+        guaranteed = self._reservations.guaranteed(self._waiting, self.holdings)
+        claims = self._reservations.token_claims(self._running, guaranteed)
+        plan = StepPlan(
+            StepBudget(self.limits, self._running.requests, self.step_time, claims), now
+        )
+        for pool, request in guaranteed:
+            self._admit_guaranteed(plan, claims, pool, request)
+        return plan
+
+    def _admit_guaranteed(
+        self, plan: StepPlan, claims: TokenClaims, pool: Pool, request: Request
+    ) -> None:
+        """Admits a request within its pool's share, taking back what others borrow of it."""
+        if self._running.is_full:
+            victim = self._victims.to_take_back("num_sequences")
+            if victim is None:
+                return
+            self._preempt(plan, victim, "reservation", request)
+        hit, num_tokens = self._next_tokens(plan, request)
+        num_tokens = min(num_tokens, max(claims.held_for(request), plan.budget.num_left // 2))
+        if num_tokens == 0:
+            return
+        need = self._kv_cache.num_blocks_needed(
+            request.num_tokens, self.limits.max_num_batched_tokens
+        )
+        is_covered = self.holdings.sum(pool.concerns).num_blocks + need <= pool.num_blocks
+        while not self._running.fits(request, hit, self._running.next_need_of_oldest()):
+            victim = self._victims.to_take_back("num_blocks") if is_covered else None
+            if victim is None:
+                return
+            self._preempt(plan, victim, "reservation", request)
+        self._admit(plan, request, num_tokens, hit)
+        self._waiting.remove(request)
+
+    def _schedule_running(self, plan: StepPlan) -> None:
         for request in tuple(self._running):
-            if plan.budget == 0:
+            if plan.budget.num_left == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for an earlier one
-            hit, num_tokens = self._next_tokens(request, plan.budget)
-            if num_tokens == 0:
-                continue  # waits for a block that another request is about to compute
-            new_block_ids = self._kv_cache.allocate(request, num_tokens, hit)
-            while new_block_ids is None and self._preempt_one(plan) is not request:
-                new_block_ids = self._kv_cache.allocate(request, num_tokens, hit)
+            if request.status is not RequestStatus.RUNNING or request.request_id in plan.scheduled:
+                continue  # preempted for an earlier one, or admitted in this step
+            hit, num_tokens, is_prefill = None, 1, False
+            if len(request.token_ids) - request.num_computed_tokens > 1:
+                hit, num_tokens = self._next_tokens(plan, request)
+                is_prefill = True
+                if num_tokens == 0:
+                    continue  # no tokens are left for prompts, or its next block is being computed
+            new_block_ids = self._take_pages(plan, request, num_tokens, hit)
             if new_block_ids is not None:
-                self._grant(plan, request, num_tokens, hit, new_block_ids)
+                self._count_hit(request, hit)
+                self._kv_cache.register_scheduled(request, num_tokens)
+                plan.grant(request, num_tokens, new_block_ids, is_prefill)
 
-    def _schedule_waiting(self, plan: _StepPlan) -> None:
+    def _take_pages(
+        self, plan: StepPlan, request: Request, num_tokens: int, hit: PrefixHit | None
+    ) -> BlockIds | None:
+        """Pages for a running request, others preempted if need be; None if it had to go itself."""
+        if self._reservations.quotas:
+            start = request.num_computed_tokens if hit is None else hit.end
+            if not self._keep_quota(plan, request, start + num_tokens):
+                return None
+        while (new_block_ids := self._running.take_pages(request, num_tokens, hit)) is None:
+            victim = self._victims.for_pages(plan.scheduled)
+            assert victim is not None, "a lone request has too few pages"
+            self._preempt(plan, victim, "kv_blocks", request)
+            if victim is request:
+                return None
+        return new_block_ids
+
+    def _keep_quota(self, plan: StepPlan, request: Request, end: int) -> bool:
+        """Makes a tenant's newest requests give way if it would pass its quota; False if this one did."""
+        while self._running.passes_quota(request, end):
+            victim = self._victims.for_quota(request.tenant, plan.scheduled)
+            if victim is None:
+                return True  # alone, and let in when the quota was larger
+            self._preempt(plan, victim, "kv_quota", request)
+            if victim is request:
+                return False
+        return True
+
+    def _schedule_waiting(self, plan: StepPlan) -> str:
+        """Admits those in front; returns what stopped it (one of WAIT_CAUSES)."""
+        if plan.preempted:
+            return "preemption"
+        if self.policy.cohorts:
+            self._cohort_is_open = self._cohort_is_open or not self._running
+            if not self._cohort_is_open:
+                return "cohort"
         admitted: list[Request] = []
-        for request_id in self._policy.order_waiting(self._waiting.values()):
-            if plan.budget == 0 or len(self._running) >= self._max_num_running:
+        skipped: set[str] = set()
+        num_passed = 0
+        cause = "step"
+        for request in self._waiting.in_order(skipped):
+            refusal, is_final = self._try_to_admit(plan, request, skipped)
+            if refusal is None:
+                admitted.append(request)
+                continue
+            request.timeline.add_held(plan.now, refusal)
+            num_passed += 1
+            if is_final or num_passed == MOST_PASSED:
+                cause = refusal
                 break
-            request = self._waiting[request_id]
-            hit, num_tokens = self._next_tokens(request, plan.budget)
-            if num_tokens == 0:
-                continue  # its prefix is being computed; others may pass until that is done
-            if not self._kv_cache.fits_now(request, hit, self._max_num_batched_tokens):
-                break  # nobody passes a request that waits for pages
-            new_block_ids = self._kv_cache.allocate(request, num_tokens, hit)
-            assert new_block_ids is not None, "fits_now promised pages"
-            self._admit(plan, request)
-            self._grant(plan, request, num_tokens, hit, self._kv_cache.no_blocks)
-            admitted.append(request)
         for request in admitted:
-            del self._waiting[request.request_id]
+            self._waiting.remove(request)
+        self._cohort_is_open = self._cohort_is_open and cause == "tokens"
+        return cause
 
-    def _next_tokens(self, request: Request, budget: int) -> tuple[PrefixHit | None, int]:
-        """What the cache has for the request, and how many tokens to compute after that."""
-        start = request.num_computed_tokens
-        if request.num_tokens - start == 1:
-            return None, 1
+    def _try_to_admit(
+        self, plan: StepPlan, request: Request, skipped: set[str]
+    ) -> tuple[str | None, bool]:
+        """(None, …) if it was admitted, else why not and whether this keeps out everybody behind it."""
+        if self._running.is_full:
+            return "sequences", True
+        if not plan.budget.has_prefill_left:
+            return "tokens", True
+        owner_runs = (
+            self._reservations.quotas and self.holdings.tenant(request.tenant).num_sequences
+        )
+        if owner_runs and self._running.passes_quota(request, request.num_tokens):
+            skipped.add(request.tenant)
+            return "kv_quota", False
+        hit, num_tokens = self._next_tokens(plan, request)
+        if num_tokens == 0:
+            return (
+                "shared_prefix",
+                False,
+            )  # it is being computed; others may pass until that is done
+        start = 0 if hit is None else hit.end
+        if start + num_tokens < request.num_tokens and self._has_enough_partial_prefills(plan):
+            return "partial_prefills", False
+        if not self._running.fits(request, hit):
+            return "kv_blocks", True
+        self._admit(plan, request, num_tokens, hit)
+        return None, False
+
+    def _has_enough_partial_prefills(self, plan: StepPlan) -> bool:
+        most = self.limits.max_num_partial_prefills
+        return most is not None and sum(map(plan.is_partial, self._running)) >= most
+
+    def _next_tokens(self, plan: StepPlan, request: Request) -> tuple[PrefixHit | None, int]:
+        """What the cache has for a prompt, and how many tokens to compute after that."""
+        room = self._prefill_room(plan, request)
+        if room == 0:
+            return None, 0
         hit = self._kv_cache.lookup(request)
-        if hit is not None:
-            start = hit.end
-        num_tokens = min(request.num_tokens - start, budget)
+        start = request.num_computed_tokens if hit is None else hit.end
+        num_tokens = min(request.num_tokens - start, room)
         return hit, self._kv_cache.num_unclaimed_tokens(request, start, num_tokens)
 
-    def _preempt_one(self, plan: _StepPlan) -> Request:
-        """Frees a victim's pages, whatever the policy never those of
-        - a request that has rows in this step: others may have hit what it is about to compute;
-        - the oldest admitted one: it always advances (`add` made sure that it fits the pool).
-        """
-        candidates = [r for r in self._running[1:] if r.request_id not in plan.scheduled]
-        assert candidates, "a lone request has too few pages"
-        victim = candidates[self._policy.choose_victim(candidates)]
-        self._send_back(victim)
-        self._counters.num_preemptions += 1
-        plan.preempted = True
-        return victim
+    def _prefill_room(self, plan: StepPlan, request: Request) -> int:
+        is_shared = len(self._waiting) + len(self._running) > 1
+        return plan.budget.for_prefill(request, is_shared=is_shared)
 
-    def _admit(self, plan: _StepPlan, request: Request) -> None:
-        """From the queue to the running requests; its pages are allocated, the hit taken."""
+    def _admit(
+        self, plan: StepPlan, request: Request, num_tokens: int, hit: PrefixHit | None
+    ) -> None:
+        """Among the running requests, with its first rows; the caller takes it out of the queue."""
+        self._running.enter(request, num_tokens, hit)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = plan.now
-        request.status = RequestStatus.RUNNING
-        self._running.append(request)
+            if self.policy.fair:
+                num_to_compute = request.num_prompt_tokens - request.num_computed_tokens
+                self.served.charge(request.tenant, num_to_compute, 0)
+        request.timeline.add(
+            plan.now,
+            "admitted",
+            cached_tokens=request.num_computed_tokens,
+            waited_seconds=plan.now - request.queued_time,
+            waited_for=self._waited_for(request, plan.now),
+        )
         self._counters.num_prefix_query_tokens += request.num_tokens
         self._counters.num_prefix_bypasses += request.needs_prompt_logprobs
-        plan.new_requests.append(
-            NewRequest(
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling=request.sampling,
-                block_tables=tuple(tuple(table) for table in request.block_tables),
-            )
-        )
+        self._count_hit(request, hit)
+        plan.add_new(request)
+        self._kv_cache.register_scheduled(request, num_tokens)
+        plan.grant(request, num_tokens, self._kv_cache.no_blocks, is_prefill=True)
 
-    def _grant(
-        self,
-        plan: _StepPlan,
-        request: Request,
-        num_tokens: int,
-        hit: PrefixHit | None,
-        new_block_ids: BlockIds,
-    ) -> None:
-        """Rows for a running request whose pages are allocated and whose hit is taken."""
+    def _count_hit(self, request: Request, hit: PrefixHit | None) -> None:
         if hit is not None:
             self._counters.num_prefix_hit_tokens += hit.end - hit.start
             if request.num_restarts == 0:
                 request.num_cached_tokens += hit.end - hit.start
-        self._kv_cache.register_scheduled(request, num_tokens)
-        start = request.num_computed_tokens
-        plan.scheduled[request.request_id] = ScheduledRequest(
-            request_id=request.request_id,
-            start=start,
-            num_tokens=num_tokens,
-            new_block_ids=new_block_ids,
-            samples=start + num_tokens == request.num_tokens,
-        )
-        plan.budget -= num_tokens
+
+    def _waited_for(self, request: Request, now: float) -> dict[str, float]:
+        """Seconds by cause; what passed between arrival and queue was some step's."""
+        causes = self._wait_causes.since(request.wait_causes, now)
+        rest = now - request.queued_time - sum(causes.values())
+        if rest > 0:
+            causes["step"] = causes.get("step", 0.0) + rest
+        return causes
 
     # --- taking a step's result -------------------------------------------------------------------
 
@@ -313,6 +413,7 @@ class Scheduler:
         self._end_step(output)
         self._kv_cache.confirm_step(result.broken)
         now = self._clock.now()
+        self._learn(output, now)
         updates = []
         for item in output.scheduled:
             request = self._requests.get(item.request_id)
@@ -327,8 +428,14 @@ class Scheduler:
                 updates.append(update)
         return updates
 
+    def _learn(self, output: SchedulerOutput, now: float) -> None:
+        """What the step took teaches the time model."""
+        if output.scheduled:
+            shape = self.step_time.shape_of(output.scheduled)
+            self.step_time.observe(shape, now - self._scheduled_at)
+
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
-        """The step raised, nothing of it counts: its requests go back to the front of the queue.
+        """The step raised, nothing of it counts: its requests go back to the queue.
 
         Returns them in order; which of them to abort is the engine's decision.
         """
@@ -340,8 +447,9 @@ class Scheduler:
             for item in output.scheduled
             if item.request_id in self._requests
         ]
-        for request in reversed(requests):
-            self._send_back(request)
+        now = self._clock.now()
+        for request in requests:
+            self._send_back(request, now, "failed_step")
         return requests
 
     def _end_step(self, output: SchedulerOutput) -> None:
@@ -351,44 +459,25 @@ class Scheduler:
     def _advance(
         self, request: Request, item: ScheduledRequest, result: ModelRunnerOutput, now: float
     ) -> RequestUpdate | None:
-        request_id = item.request_id
-        if request_id in result.broken:
+        if request.request_id in result.broken:
             self._counters.num_broken_requests += 1
             self._kv_cache.forget_content(request)
             self._finish(request, "error")
             return RequestUpdate(request, (), finish_reason="error")
-        prompt_logprobs = self._new_prompt_logprobs(request, item, result)
-        if not item.samples:
-            return RequestUpdate(request, (), (), prompt_logprobs) if prompt_logprobs else None
-        drawn = result.token_ids[request_id]
-        num_taken = 0
-        finished = False
-        while num_taken < len(drawn) and not finished:
-            finished = request.append_output(drawn[num_taken], self._max_model_len)
-            num_taken += 1
+        update = take_result(request, item, result, self.limits.max_model_len)
+        if update is None or not item.samples:
+            return update
+        num_taken = len(update.new_token_ids)
         self._counters.num_output_tokens += num_taken
+        if self.policy.fair:
+            self.served.charge(request.tenant, 0, num_taken)
         if request.first_token_time is None:
             request.first_token_time = now
-        if finished:
-            assert request.finish_reason is not None
-            self._finish(request, request.finish_reason)
-        return RequestUpdate(
-            request,
-            drawn[:num_taken],
-            result.logprobs.get(request_id, ())[:num_taken],
-            prompt_logprobs,
-            request.finish_reason,
-            request.stop_reason,
-        )
-
-    def _new_prompt_logprobs(
-        self, request: Request, item: ScheduledRequest, result: ModelRunnerOutput
-    ) -> Sequence[TokenLogprobs]:
-        """Those not delivered before a restart: the row at position p reports position p + 1."""
-        entries = result.prompt_logprobs.get(item.request_id, ())
-        fresh = entries[max(0, request.num_prompt_logprobs - item.start) :]
-        request.num_prompt_logprobs += len(fresh)
-        return fresh
+            request.timeline.add(now, "first_token")
+            self.admission.first_token(request, now)
+        if update.finish_reason is not None:
+            self._finish(request, update.finish_reason)
+        return update
 
     # --- what others may see ----------------------------------------------------------------------
 
@@ -404,7 +493,7 @@ class Scheduler:
     @property
     def waiting(self) -> Sequence[Request]:
         """The queue, next in line first."""
-        return tuple(self._waiting.values())
+        return tuple(self._waiting.in_order())
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -418,9 +507,12 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Recomputes what must always hold, down to every page (tests, and a server at idle)."""
         running = {request.request_id for request in self._running}
-        assert len(running) == len(self._running) <= self._max_num_running
-        assert not running & set(self._waiting)
-        assert running | set(self._waiting) == set(self._requests)
+        waiting = [request.request_id for request in self.waiting]
+        assert len(running) == len(self._running)
+        assert len(waiting) == len(set(waiting)) == len(self._waiting)
+        assert not running & set(waiting)
+        assert running | set(waiting) == set(self._requests)
+        self._waiting.check_invariants()
         for request in self._requests.values():
             is_running = request.request_id in running
             assert (request.status is RequestStatus.RUNNING) == is_running
@@ -428,4 +520,4 @@ class Scheduler:
             if not is_running:
                 assert request.num_computed_tokens == 0
                 assert not request.block_tables
-        self._kv_cache.check_invariants(self._running)
+        self._running.check_invariants()

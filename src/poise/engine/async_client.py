@@ -13,6 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic_ns, thread_time_ns
+from typing import Any
 
 from poise.core.output import TokenLogprobs
 from poise.engine.client import (
@@ -97,6 +98,12 @@ class InProcessClient:
         """The engine's metrics in the Prometheus text format; empty while loading."""
         engine = self._loop.engine
         return b"" if engine is None else engine.metrics.render()
+
+    async def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        """The events of a request that runs or ended lately; empty for an unknown id."""
+        return await asyncio.wrap_future(
+            self._loop.call(lambda engine: engine.timeline(request_id))
+        )
 
     async def start_profile(self) -> None:
         """Begins to time steps, afresh if it does so already."""

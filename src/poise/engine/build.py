@@ -15,12 +15,19 @@ from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfi
 from poise.core.clock import MonotonicClock
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.prefix_cache import PrefixCache
-from poise.core.scheduler import Scheduler
+from poise.core.recording import RecordingScheduler, SchedulerSetup
+from poise.core.step_time import Fit
+from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import EngineInfo
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import EngineMetrics
+from poise.engine.schedule_file import ScheduleFile
+from poise.engine.scheduling import limits_of, policy_of
+from poise.engine.scheduling_metrics import SchedulingMetrics
+from poise.engine.step_times import fit_key, store_fit, stored_fit
 from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
+from poise.executor.step_cost import probe
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
 from poise.weights.dummy_checkpoint import DEFAULT_CONTAINER, dummy_checkpoint
@@ -37,6 +44,7 @@ def build_engine(
     scheduler: SchedulerConfig,
     compute: ComputeConfig,
     *,
+    tenants: TenantTable = NO_TENANTS,
     console: Console | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> LLMEngine:
@@ -52,7 +60,17 @@ def build_engine(
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
         loaded = load_executor(checkpoint, cache, scheduler, compute)
-        return assemble_engine(source, cache, scheduler, checkpoint, loaded, tokenizer.result())
+        fit = stored_fit(_fit_key(loaded)) or probe(
+            loaded.executor, loaded.kv_groups, loaded.block_size, loaded.step_cost
+        )
+        return assemble_engine(
+            source, cache, scheduler, checkpoint, loaded, tokenizer.result(), tenants, fit
+        )
+
+
+def _fit_key(loaded: LoadedExecutor) -> str:
+    details = loaded.details
+    return fit_key(loaded.fingerprint, details.get("isa", ""), details.get("threads", ""))
 
 
 def open_source(source: ModelSource, *, console: Console | None = None) -> Checkpoint:
@@ -73,8 +91,14 @@ def assemble_engine(
     checkpoint: Checkpoint,
     loaded: LoadedExecutor,
     tokenizer: Tokenizer,
+    tenants: TenantTable = NO_TENANTS,
+    fit: Fit | None = None,
 ) -> LLMEngine:
-    """An engine around an executor that is loaded; engines may share one, in turn."""
+    """An engine around an executor that is loaded; engines may share one, in turn.
+
+    `fit` is where predictions of step times start from. Raises ConfigError for tenants that are promised
+    more than there is, or a recording that can't be written.
+    """
     clock = MonotonicClock()
     prefix_cache = None
     if cache.enable_prefix_caching:
@@ -84,13 +108,32 @@ def assemble_engine(
             block_size=loaded.block_size,
             num_groups=len(loaded.kv_groups),
         )
-    scheduler = Scheduler(
-        KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache),
-        clock,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=loaded.max_model_len,
+    setup = SchedulerSetup(
+        limits=limits_of(limits, loaded.max_model_len),
+        policy=policy_of(limits, tenants).name,
+        tenants=tenants,
+        groups=loaded.kv_groups,
+        num_blocks=loaded.num_blocks,
+        block_size=loaded.block_size,
+        caching=cache.enable_prefix_caching,
+        step_cost=loaded.step_cost,
+        fit=fit or {},
     )
+    kv_cache = KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache)
+    recording = None
+    if limits.record_schedule is None:
+        scheduler = setup.scheduler(kv_cache, clock)
+    else:
+        recording = ScheduleFile(limits.record_schedule)
+        scheduler = RecordingScheduler(setup, kv_cache, clock, recording.write)
+
+    key = _fit_key(loaded)
+
+    def on_close() -> None:  # holds on to nothing of the model
+        store_fit(key, scheduler.step_time)
+        if recording is not None:
+            recording.close()
+
     info = EngineInfo(
         model=source.served_name or checkpoint.name,
         max_model_len=loaded.max_model_len,
@@ -110,6 +153,7 @@ def assemble_engine(
             "enable_prefix_caching": str(cache.enable_prefix_caching),
         },
         work=Utilisation(loaded.work_done, loaded.rates),
+        scheduling=SchedulingMetrics(scheduler),
     )
     return LLMEngine(
         scheduler,
@@ -118,4 +162,5 @@ def assemble_engine(
         info=info,
         metrics=metrics,
         clock=clock,
+        on_close=on_close,
     )

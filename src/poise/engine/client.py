@@ -34,7 +34,7 @@ class ChoiceDelta:
     """What is new for one choice since its last delta.
 
     `text` is the new text that may be shown (a possible stop string's beginning is held back). `token_ids` and
-    `logprobs` are the tokens behind it. `finish_reason` is stop, length, abort or error; `stop_reason` the stop string or
+    `logprobs` are the tokens behind it. `finish_reason` is stop, length, abort, error or deadline; `stop_reason` the stop string or
     stop token id that ended it (None for EOS), or the error's text.
     """
 
@@ -113,7 +113,16 @@ class EngineClient(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestDelta]:
         """Submits the request and yields its deltas. Closing the iterator early aborts the request.
 
-        Raises InvalidRequestError if it can never fit, EngineDeadError if the engine has failed.
+        Raises InvalidRequestError if it can never fit, QueueFullError if too much is waiting, DeadlineError if its
+        deadline can't be met, EngineDeadError if the engine has failed.
+        """
+        ...
+
+    async def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        """The events of an unfinished request or one of the last finished ones, in order; empty for an unknown id.
+
+        Each has `kind` (core/timeline.py lists them with their fields), `time` on the engine's clock, `seconds` since
+        the request arrived and `choice`. The first is `arrived` and names the tenant.
         """
         ...
 

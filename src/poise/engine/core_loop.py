@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from poise.engine.client import EngineRequest, EngineStatus, RequestDelta
 from poise.engine.llm_engine import LLMEngine
-from poise.errors import EngineDeadError, InvalidRequestError
+from poise.errors import DeadlineError, EngineDeadError, InvalidRequestError, QueueFullError
 
-Delivery = tuple[int, RequestDelta | InvalidRequestError]
+Delivery = tuple[int, RequestDelta | InvalidRequestError | QueueFullError | DeadlineError]
+REFUSALS = (InvalidRequestError, QueueFullError, DeadlineError)
 CLOSED = "the engine is closed"
 
 _Command = tuple[int, EngineRequest | None, float]  # key, request (None aborts), arrival time
@@ -46,6 +47,7 @@ class EngineLoop:
         self._on_stopped = on_stopped
         self._condition = threading.Condition()
         self._commands: deque[_Command] = deque()
+        self._num_submitted = 0  # requests that the engine has not taken or refused yet
         self._calls: deque[tuple[Callable[[LLMEngine], None], Future[Any]]] = deque()
         self._closing = False
         self._stop_reason: str | None = None
@@ -66,7 +68,7 @@ class EngineLoop:
 
     def submit(self, key: int, request: EngineRequest) -> None:
         """Queues a request under a key that was never used before; EngineDeadError if it can't be
-        served.
+        served, QueueFullError if too much is waiting already: then nobody waits for a step to be told.
         """
         with self._condition:
             reason = self._death()
@@ -76,6 +78,8 @@ class EngineLoop:
                 raise EngineDeadError("the engine is closing")
             if self.engine is None:
                 raise EngineDeadError("the model is still loading")
+            self.engine.refuse_early(request, self._num_submitted)
+            self._num_submitted += 1
             self._commands.append((key, request, self.engine.clock.now()))
             self._condition.notify()
 
@@ -171,8 +175,13 @@ class EngineLoop:
                 else:
                     try:
                         engine.add_request(key, request, arrival_time)
-                    except InvalidRequestError as error:
+                    except REFUSALS as error:
                         outputs.append((key, error))
+                    with self._condition:
+                        self._num_submitted -= 1
+            if outputs:  # who was refused need not wait for a step to be told
+                self._deliver(outputs)
+                outputs = []
             if closing:
                 engine.abort_all()
             outputs.extend(engine.step())

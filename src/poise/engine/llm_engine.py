@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic_ns
+from typing import Any
 
 from poise.core.clock import Clock
 from poise.core.output import Executor, SchedulerOutput, TokenLogprobs
 from poise.core.request import Request
-from poise.core.scheduler import RequestUpdate, Scheduler
+from poise.core.scheduler import Scheduler
+from poise.core.scheduler_records import RequestUpdate
+from poise.core.step_time import StepTimeModel
+from poise.core.tenant import TenantTable
 from poise.engine.client import ChoiceDelta, EngineInfo, EngineRequest, RequestDelta, RequestStats
 from poise.engine.input_processor import InputProcessor
 from poise.engine.metrics import EngineMetrics
 from poise.engine.output_processor import ChoiceOutput
 from poise.engine.profile import EngineProfile, ProfilingExecutor, StepTimes
+from poise.engine.timelines import KeptTimelines
 from poise.errors import EngineDeadError, InvalidRequestError
 from poise.executor.profile import ExecutorProfile
 from poise.tokenizer.tokenizer import Tokenizer
@@ -101,6 +107,7 @@ class LLMEngine:
         info: EngineInfo,
         metrics: EngineMetrics,
         clock: Clock,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -109,6 +116,7 @@ class LLMEngine:
         self.failure: str | None = None
         self._scheduler = scheduler
         self._executor: Executor | None = executor
+        self._on_close = on_close
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=info.vocab_size,
@@ -120,14 +128,15 @@ class LLMEngine:
         self._touched: dict[int, _RequestState] = {}  # those with something to hand out
         self._num_consecutive_failures = 0
         self._profile: EngineProfile | None = None
+        self._timelines = KeptTimelines()
 
     # --- requests come and go ---------------------------------------------------------------------
 
     def add_request(
         self, key: int, request: EngineRequest, arrival_time: float | None = None
     ) -> None:
-        """Takes a request under a key that no unfinished one has. Raises InvalidRequestError and
-        EngineDeadError.
+        """Takes a request under a key that no unfinished one has. Raises InvalidRequestError,
+        QueueFullError, DeadlineError and EngineDeadError; nothing of it stays behind then.
         """
         assert key not in self._requests, f"key {key} is in use"
         if self.failure is not None:
@@ -147,13 +156,20 @@ class LLMEngine:
                 request.owner,
             )
             output = ChoiceOutput(sampling.choice, sampling.params, self.tokenizer)
-            # Only the first can be refused: the choices are alike. Nothing of it stays behind then.
-            self._scheduler.add(core_request)
-            choice = _Choice(state, core_request, output)
-            state.choices.append(choice)
-            self._choices[core_request.request_id] = choice
+            state.choices.append(_Choice(state, core_request, output))
+        self._scheduler.add(*(choice.request for choice in state.choices))
+        self._choices.update((choice.request.request_id, choice) for choice in state.choices)
         self._requests[key] = state
+        self._timelines.keep(request, [choice.request for choice in state.choices])
         self._update_gauges()
+
+    def refuse_early(self, request: EngineRequest, num_before: int) -> None:
+        """Raises QueueFullError if the queue, as it was at the last step, with `num_before` other requests
+        on their way to it, has no room. May be called by any thread.
+        """
+        self._scheduler.admission.refuse_early(
+            self.clock.now(), num_before, request.params.n, len(request.prompt_token_ids)
+        )
 
     def abort(self, key: int) -> None:
         """Ends a request in any state; its blocks are free at once. Unknown and finished keys are
@@ -172,10 +188,20 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._choices)
 
+    def set_tenants(self, tenants: TenantTable) -> None:
+        """Replaces the table of tenants; raises ConfigError, and changes nothing, if it promises too much."""
+        self._scheduler.set_tenants(tenants)
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        """How long steps take: the scheduler's model, which its steps teach."""
+        return self._scheduler.step_time
+
     def close(self) -> None:
         """Lets go of the model, whose memory is then free. The engine can't be used afterwards."""
         if self.failure is None:
             self.failure = "closed"
+            self._on_close()
         self._executor = None
 
     # --- one step ---------------------------------------------------------------------------------
@@ -207,6 +233,10 @@ class LLMEngine:
 
     def _run_step(self) -> None:
         assert self._executor is not None, "the engine is closed"
+        for request in self._scheduler.end_overdue():
+            self._close_choice(self._choices[request.request_id], "deadline", None)
+        if not self._choices:
+            return
         self.metrics.num_steps += 1
         begin = monotonic_ns()
         try:
@@ -284,13 +314,13 @@ class LLMEngine:
             return
         self._count_tokens(choice, len(delta.token_ids), now)
         if delta.finish_reason is not None and update.finish_reason is None:
-            self._scheduler.abort((request.request_id,))  # a stop string ended it
+            self._scheduler.abort((request.request_id,), delta.finish_reason)  # a stop string
         self._hand_over(choice, delta)
 
     def _end(self, choice: _Choice, reason: str, stop_reason: str | None = None) -> None:
         """Ends a choice from our side; does nothing if it has finished."""
         if not choice.output.finished:
-            self._scheduler.abort((choice.request.request_id,))
+            self._scheduler.abort((choice.request.request_id,), reason)
             self._close_choice(choice, reason, stop_reason)
 
     def _close_choice(self, choice: _Choice, reason: str, stop_reason: str | None) -> None:
@@ -321,6 +351,10 @@ class LLMEngine:
             total_seconds=now - arrival,
         )
         return replace(delta, stats=stats)
+
+    def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        """What happened to a request, under its caller's id: see `KeptTimelines.events`."""
+        return self._timelines.events(request_id)
 
     # --- profiling --------------------------------------------------------------------------------
 

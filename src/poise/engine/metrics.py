@@ -15,9 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from poise.engine.scheduling_metrics import SchedulingMetrics
 from poise.engine.utilisation import Utilisation
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -92,9 +93,11 @@ class EngineMetrics(Collector):
         num_blocks: int,
         cache_config: Mapping[str, str],
         work: Utilisation | None = None,
+        scheduling: SchedulingMetrics | None = None,
         engine: str = "0",
     ) -> None:
         self._work = work
+        self._scheduling = scheduling
         self._labels = {"model_name": model_name, "engine": engine}
         self._cache_config = dict(cache_config)
         # gauges, set once per step
@@ -184,6 +187,8 @@ class EngineMetrics(Collector):
         yield from self._counters()
         if self._work is not None:
             yield from self._work.families(self._labels)
+        if self._scheduling is not None:
+            yield from self._scheduling.families(self._labels)
         for value in vars(self).values():
             if isinstance(value, Histogram):
                 yield value.family(self._labels)

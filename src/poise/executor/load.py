@@ -17,10 +17,12 @@ from poise.config import (
     SchedulerConfig,
 )
 from poise.core.output import Executor, KVGroupSpec, WorkDone
+from poise.core.step_time import StepCost
 from poise.errors import ConfigError
 from poise.executor.input_batch import InputBatch
 from poise.executor.kv_cache import KVCachePlan, plan_kv_cache
 from poise.executor.model_runner import ModelRunner
+from poise.executor.step_cost import step_cost
 from poise.executor.stored_rates import StoredRates, stored_rates
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.ops import KVShape
@@ -49,6 +51,7 @@ class LoadedExecutor:
     details: dict[str, str]
     work_done: Callable[[], WorkDone]
     rates: StoredRates | None  # of this machine, where they were measured
+    step_cost: StepCost
 
     @property
     def num_blocks(self) -> int:
@@ -126,6 +129,7 @@ def load_executor(
     )
     identity = identity_of(checkpoint.digest(), compute, cache.kv_dtype)
     runner = ModelRunner(backend, batch)
+    rates = stored_rates(backend.variant, threads)
     return LoadedExecutor(
         executor=runner,
         kv_groups=list(kv_cache.groups.specs),
@@ -148,5 +152,6 @@ def load_executor(
             "kv_reason": kv_cache.reason,
         },
         work_done=runner.work_done,
-        rates=stored_rates(backend.variant, threads),
+        rates=rates,
+        step_cost=step_cost(config, backend.arena.used_bytes, threads, rates),
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poise.core.output import KVGroupSpec
+from poise.core.step_time import visible_keys
 from poise.models.config import ModelConfig
 
 MAX_KV_GROUPS = 8  # each costs the scheduler a block table per request
@@ -141,15 +142,6 @@ def linear_flops(
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
     """The sliding window of each layer, None where a token sees all before it."""
     return config.windows or (None,) * config.num_layers
-
-
-def visible_keys(start: int, num_tokens: int, window: int | None) -> int:
-    """Keys that tokens at positions start … start + num_tokens − 1 see in sum: each itself and those before, up to `window`."""
-    end = start + num_tokens
-    if window is None:
-        return (end * (end + 1) - start * (start + 1)) // 2
-    ramp_end = min(max(window, start), end)  # before it a token sees fewer than `window`
-    return visible_keys(start, ramp_end - start, None) + (end - ramp_end) * window
 
 
 def attention_flops(config: ModelConfig, start: int, num_tokens: int) -> int:

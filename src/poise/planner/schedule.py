@@ -1,17 +1,19 @@
 """Static against continuous batching, in iterations, by driving the engine's own scheduler with requests of known lengths.
 
 Knows slots and lengths, not time: every iteration is one unit, a prompt is one token, prefill costs nothing apart. Invariant:
-both ways run the same requests through `poise.core.scheduler`; static batching only hands it the next batch when the last is done.
+both ways run the same requests through `poise.core.scheduler`, which has a policy for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poise.core.clock import ManualClock
 from poise.core.kv_cache_manager import KVCacheManager
+from poise.core.limits import Limits
 from poise.core.output import EngineSampling, KVGroupSpec, ModelRunnerOutput, SchedulerOutput
+from poise.core.policy import FCFS, STATIC, Policy
 from poise.core.request import Request
 from poise.core.sampling_params import SamplingParams
 from poise.core.scheduler import Scheduler
@@ -61,25 +63,19 @@ class Timeline:
 
 def static(lengths: Sequence[int], slots: int) -> Timeline:
     """Batches of `slots`; the next begins when the longest of the last has ended."""
-    runs: list[Run] = []
-    begin = 0
-    for first in range(0, len(lengths), slots):
-        batch = _drive(lengths[first : first + slots], slots)
-        end = begin + max(run.end for run in batch)
-        runs += [
-            Run(first + run.request, run.slot, begin + run.start, begin + run.end, end)
-            for run in batch
-        ]
-        begin = end
-    return Timeline("static", slots, runs)
+    runs = _drive(lengths, slots, STATIC)
+    ends: dict[int, int] = {}
+    for run in runs:  # those that start together are a batch
+        ends[run.start] = max(ends.get(run.start, 0), run.end)
+    return Timeline("static", slots, [replace(run, released=ends[run.start]) for run in runs])
 
 
 def continuous(lengths: Sequence[int], slots: int) -> Timeline:
     """A slot takes the next request as soon as it is free."""
-    return Timeline("continuous", slots, _drive(lengths, slots))
+    return Timeline("continuous", slots, _drive(lengths, slots, FCFS))
 
 
-def _drive(lengths: Sequence[int], slots: int) -> list[Run]:
+def _drive(lengths: Sequence[int], slots: int, policy: Policy) -> list[Run]:
     """Runs the production scheduler until every request has its tokens."""
     if not lengths:
         return []
@@ -88,9 +84,8 @@ def _drive(lengths: Sequence[int], slots: int) -> list[Run]:
     scheduler = Scheduler(
         KVCacheManager([KVGroupSpec("full", 1)], num_blocks, BLOCK_SIZE, None),
         ManualClock(),
-        max_num_seqs=slots,
-        max_num_batched_tokens=slots,
-        max_model_len=longest,
+        Limits(max_num_seqs=slots, max_num_batched_tokens=slots, max_model_len=longest),
+        policy=policy,
     )
     sampling = EngineSampling(SamplingParams(), seed=0, choice=0, stop_token_ids=frozenset())
     for index, length in enumerate(lengths):

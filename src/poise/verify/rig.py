@@ -205,7 +205,7 @@ class Rig:
         self._base: LoadedExecutor | None = None
         context = settings.scheduler.max_model_len or checkpoint.config.max_position_embeddings
         self._limits = replace(
-            settings.scheduler,
+            settings.scheduler.without_queue_bounds(),
             max_num_seqs=max(MAX_SEQUENCES, settings.scheduler.max_num_seqs),
             max_num_batched_tokens=max(512, settings.scheduler.max_num_batched_tokens),
             max_model_len=min(context, MAX_CONTEXT),

@@ -8,21 +8,25 @@ from typing import Any
 
 from poise.core.clock import ManualClock
 from poise.core.executors import InjectedFailureError, ScriptedExecutor, scripted_token
-from poise.core.kv_cache_manager import KVCacheManager, PrefixHit
+from poise.core.kv_cache_manager import KVCacheManager
+from poise.core.limits import Limits
 from poise.core.output import EngineSampling, KVGroupSpec, ModelRunnerOutput, SchedulerOutput
 from poise.core.policy import FCFS, Policy
 from poise.core.prefix_cache import PrefixCache
 from poise.core.request import Request, RequestOwner, finish_rule
 from poise.core.sampling_params import SamplingParams
-from poise.core.scheduler import RequestUpdate, Scheduler
+from poise.core.scheduler import Scheduler
+from poise.core.scheduler_records import RequestUpdate
+from poise.core.step_time import StepTimeModel
+from poise.core.tenant import NO_TENANTS, TenantTable
 
 FULL = (KVGroupSpec("full", 4),)
 FULL_AND_SLIDING = (KVGroupSpec("full", 2), KVGroupSpec("sliding", 2, sliding_window=11))
 VOCAB_SIZE = 50
 OLDEST_GIVES_WAY = Policy(
     "newest first, oldest gives way",
-    lambda waiting: [request.request_id for request in reversed(list(waiting))],
-    lambda running: 0,
+    lambda request: -request.request_id,
+    lambda running, served: 0,
 )
 
 
@@ -53,8 +57,8 @@ class CappedScheduler(Scheduler):
 
     cap = 1_000_000
 
-    def _next_tokens(self, request: Request, budget: int) -> tuple[PrefixHit | None, int]:
-        return super()._next_tokens(request, min(budget, self.cap))
+    def _prefill_room(self, plan: Any, request: Request) -> int:
+        return min(self.cap, super()._prefill_room(plan, request))
 
 
 class Harness:
@@ -71,7 +75,10 @@ class Harness:
         max_model_len: int = 10_000,
         caching: bool = True,
         policy: Policy = FCFS,
+        tenants: TenantTable = NO_TENANTS,
+        step_time: StepTimeModel | None = None,
         cap: int = 1_000_000,
+        **limits: Any,
     ) -> None:
         self.clock = ManualClock()
         cache = prefix_cache(block_size, len(groups)) if caching else None
@@ -79,10 +86,10 @@ class Harness:
         self.scheduler = CappedScheduler(
             self.kv_cache,
             self.clock,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
+            Limits(max_num_seqs, max_num_batched_tokens, max_model_len, **limits),
             policy=policy,
+            tenants=tenants,
+            step_time=step_time,
         )
         self.scheduler.cap = cap
         self.executor = ScriptedExecutor(groups, num_blocks, block_size, VOCAB_SIZE)
@@ -94,6 +101,7 @@ class Harness:
         prompt: Sequence[int],
         max_tokens: int = 4,
         salt: bytes = b"",
+        owner: RequestOwner | None = None,
         **params: Any,
     ) -> Request:
         request = Request.create(
@@ -102,7 +110,7 @@ class Harness:
             sampling(**params),
             max_tokens,
             self.clock.now(),
-            RequestOwner(cache_salt=salt),
+            owner or RequestOwner(cache_salt=salt),
         )
         self.scheduler.add(request)
         self.num_added += 1
@@ -116,6 +124,8 @@ class Harness:
 
     def schedule(self) -> SchedulerOutput:
         self.clock.advance(1.0)
+        for request in self.scheduler.end_overdue():
+            self.outcomes[request.request_id].finish_reason = "deadline"
         output = self.scheduler.schedule()
         self.scheduler.check_invariants()
         return output
@@ -153,8 +163,10 @@ class Harness:
                 return num_steps
             oldest = self.scheduler.running[:1]
             output = self.step()
+            if not self.scheduler.has_unfinished and not output.scheduled:
+                continue  # the last ones were overdue
             assert output.scheduled, "requests are unfinished, but nothing was scheduled"
-            if oldest:
+            if oldest and oldest[0].finish_reason != "deadline":
                 assert oldest[0].request_id in {item.request_id for item in output.scheduled}
         raise AssertionError(f"not drained after {max_steps} steps")
 

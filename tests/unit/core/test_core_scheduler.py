@@ -386,3 +386,13 @@ def test_a_broken_request_aborted_in_flight_leaves_nothing_of_that_step_cached()
     again = harness.add([1] * 17)
     harness.drain()
     assert again.num_cached_tokens == 0
+
+
+def test_a_step_looks_at_so_many_that_wait_for_others_and_stops() -> None:
+    """40 copies of a prompt that is half computed: all wait for its blocks (found by random operations)."""
+    harness = Harness(max_num_batched_tokens=8, max_num_seqs=64, num_blocks=200, cap=4)
+    requests = [harness.add([1] * 30, max_tokens=1, seed=i) for i in range(40)]
+    harness.step()
+    assert harness.scheduler.stats().num_running == 1
+    harness.drain()
+    assert_answers(harness, requests)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from core_harness import FULL, FULL_AND_SLIDING, OLDEST_GIVES_WAY, Harness, answer_alone
 from hypothesis import HealthCheck, settings
@@ -10,9 +12,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from poise.core.output import KVGroupSpec
-from poise.core.policy import FCFS, Policy
-from poise.core.request import Request
+from poise.core.policy import POLICIES, Policy
+from poise.core.request import Request, RequestOwner
+from poise.core.tenant import NO_TENANTS, SERVICE_CLASSES, Share, Tenant, TenantTable
+from poise.errors import DeadlineError, InvalidRequestError
 
+TABLES = [
+    NO_TENANTS,
+    TenantTable({"a": Tenant("a", 3.0, reserved=Share(0.3, 0.3, 0.3)), "b": Tenant("b", 0.5)}),
+    TenantTable(
+        {"a": Tenant("a", reserved=Share(0.5)), "b": Tenant("b", reserved=Share(0.2, 0.5, 0.5))},
+        {"batch": Share(0.1, 0.1, 0.2)},
+    ),
+]
 PREFIXES = [[1] * 13, [1] * 8 + [2] * 16, [3] * 30, [4, 5] * 9]
 
 
@@ -26,8 +38,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 8),
         max_num_batched_tokens=st.integers(1, 40),
         caching=st.sampled_from([True, True, True, False]),
-        policy=st.sampled_from([FCFS, OLDEST_GIVES_WAY]),
+        policy=st.sampled_from([*POLICIES.values(), OLDEST_GIVES_WAY]),
         cap=st.sampled_from([1, 3, 8, 1000]),
+        tenants=st.sampled_from(TABLES),
+        quota=st.sampled_from([None, 0.99]),
+        limits=st.fixed_dictionaries(
+            {
+                "target_itl_seconds": st.sampled_from([None, 0.001, 2.0]),
+                "max_num_partial_prefills": st.sampled_from([None, 1, 2]),
+                "long_prefill_token_threshold": st.sampled_from([0, 2, 16]),
+                "watermark": st.sampled_from([0.0, 0.2]),
+                "num_preemptions_to_protect": st.integers(0, 3),
+            }
+        ),
     )
     def start(
         self,
@@ -39,7 +62,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         policy: Policy,
         cap: int,
+        tenants: TenantTable,
+        quota: float | None,
+        limits: dict[str, Any],
     ) -> None:
+        if quota is not None:  # of a tenant whose requests would still fit
+            named = {**tenants.tenants, "c": Tenant("c", kv_quota=quota)}
+            tenants = TenantTable(named, tenants.reserved_by_class)
         self.harness = Harness(
             groups=groups,
             num_blocks=pool_tokens // block_size * len(groups),
@@ -49,6 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             policy=policy,
             cap=cap,
+            tenants=tenants,
+            **limits,
         )
         self.added: list[Request] = []
 
@@ -61,6 +92,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), tuple(range(10))]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         copies=st.integers(1, 5),
+        owner=st.builds(
+            RequestOwner,
+            tenant=st.sampled_from(["a", "b", "c", "unknown"]),
+            service_class=st.sampled_from(SERVICE_CLASSES),
+            priority=st.integers(-2, 2),
+        ),
+        patience=st.sampled_from([None, None, None, 0, 3, 20]),
     )
     def add(
         self,
@@ -72,18 +110,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         prompt_logprobs: int | None,
         copies: int,
+        owner: RequestOwner,
+        patience: int | None,
     ) -> None:
+        if patience is not None:
+            owner = replace(owner, deadline=self.harness.clock.now() + patience)
         for choice in range(copies):
-            request = self.harness.add(
-                prefix[:cut] + suffix,
-                max_tokens,
-                seed=seed,
-                choice=choice,
-                stop_token_ids=stop,
-                min_tokens=min(max_tokens, 2),
-                prompt_logprobs=prompt_logprobs,
-                logprobs=0,
-            )
+            try:
+                request = self.harness.add(
+                    prefix[:cut] + suffix,
+                    max_tokens,
+                    seed=seed,
+                    choice=choice,
+                    stop_token_ids=stop,
+                    min_tokens=min(max_tokens, 2),
+                    prompt_logprobs=prompt_logprobs,
+                    logprobs=0,
+                    owner=owner,
+                )
+            except (InvalidRequestError, DeadlineError):
+                assert owner.tenant == "c" or patience is not None
+                return
             self.added.append(request)
 
     def unfinished(self) -> list[Request]:
@@ -94,6 +141,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, which: int) -> None:
         unfinished = self.unfinished()
         self.harness.abort(unfinished[which % len(unfinished)])
+
+    @rule(table=st.sampled_from(TABLES))
+    def reload_tenants(self, table: TenantTable) -> None:
+        self.harness.scheduler.set_tenants(table)
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
@@ -131,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.added:
             outcome = self.harness.outcomes[request.request_id]
             alone = answer_alone(request)
-            if request.finish_reason == "abort":
+            if request.finish_reason in ("abort", "deadline"):
                 assert alone.token_ids[: len(outcome.token_ids)] == outcome.token_ids
                 continue
             assert outcome.token_ids == alone.token_ids

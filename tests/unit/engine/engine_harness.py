@@ -12,6 +12,7 @@ from typing import Any
 from poise.core.clock import ManualClock
 from poise.core.executors import ScriptedExecutor
 from poise.core.kv_cache_manager import KVCacheManager
+from poise.core.limits import Limits
 from poise.core.output import (
     Executor,
     KVGroupSpec,
@@ -19,9 +20,11 @@ from poise.core.output import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from poise.core.policy import FCFS, Policy
 from poise.core.prefix_cache import PrefixCache
 from poise.core.sampling_params import SamplingParams
 from poise.core.scheduler import Scheduler
+from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import ChoiceDelta, EngineInfo, EngineRequest, RequestDelta
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import EngineMetrics
@@ -134,6 +137,9 @@ def make_engine(
     max_model_len: int = 200,
     caching: bool = True,
     clock: ManualClock | None = None,
+    policy: Policy = FCFS,
+    tenants: TenantTable = NO_TENANTS,
+    **limits: Any,
 ) -> LLMEngine:
     clock = clock or ManualClock()
     cache = (
@@ -144,9 +150,9 @@ def make_engine(
     scheduler = Scheduler(
         KVCacheManager(GROUPS, num_blocks, BLOCK_SIZE, cache),
         clock,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
+        Limits(max_num_seqs, max_num_batched_tokens, max_model_len, **limits),
+        policy=policy,
+        tenants=tenants,
     )
     info = EngineInfo("bytes", max_model_len, VOCAB_SIZE, num_blocks * BLOCK_SIZE, "poise-v1-test")
     return LLMEngine(

@@ -12,6 +12,7 @@ from engine_harness import BLOCK_SIZE, GROUPS, VOCAB_SIZE, ByteTokenizer, reques
 from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.executors import ScriptedExecutor
 from poise.core.output import WorkDone
+from poise.core.step_time import GUESSED_COST
 from poise.errors import ModelFileError
 
 
@@ -32,6 +33,7 @@ class Loaded(SimpleNamespace):
             details={"format": "GGUF Q4_1"},
             work_done=lambda: WorkDone(0, 0, 0.0),
             rates=None,
+            step_cost=GUESSED_COST,
         )
 
 

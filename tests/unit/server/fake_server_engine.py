@@ -110,6 +110,7 @@ class FakeEngine:
     num_steps: int = 0
     closed: bool = False
     profiling: bool = False
+    timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def info(self) -> EngineInfo:
@@ -123,6 +124,9 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+    async def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        return list(self.timelines.get(request_id, ()))
 
     async def start_profile(self) -> None:
         self.profiling = True
