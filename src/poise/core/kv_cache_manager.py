@@ -93,7 +93,7 @@ class KVCacheManager:
         first, partial = divmod(request.num_computed_tokens, size)
         if self._cache is None:
             return None
-        self._cache.extend_hashes(request.block_hashes, request.token_ids, request.owner.cache_salt)
+        self._extend_hashes(request)
         if partial or request.needs_prompt_logprobs:
             return None
         last = (request.num_tokens - 1) // size
@@ -124,6 +124,13 @@ class KVCacheManager:
                 )
                 for window, blocks in zip(self._windows, found)
             ),
+        )
+
+    def _extend_hashes(self, request: Request) -> None:
+        assert self._cache is not None, "without a cache nothing is hashed"
+        owner = request.owner
+        self._cache.extend_hashes(
+            request.block_hashes, request.token_ids, owner.cache_salt, owner.num_public_tokens
         )
 
     def _last_gap(self, found: list[list[int]], first: int, last: int) -> int | None:
@@ -239,9 +246,7 @@ class KVCacheManager:
         first = request.num_computed_tokens // size
         last = (request.num_computed_tokens + num_tokens) // size
         if first != last:
-            self._cache.extend_hashes(
-                request.block_hashes, request.token_ids, request.owner.cache_salt
-            )
+            self._extend_hashes(request)
             hashes = request.block_hashes
             self._claims.release(hashes[first:last], request.request_id)
             pending = self._pending.setdefault(request.request_id, [])

@@ -6,12 +6,10 @@ Invariant: at most one page per (KV group, hash), and at most one (KV group, has
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-DIGEST_BYTES = 32
+from poise.core.block_hash import BlockHasher
 
 
 class _Entry(NamedTuple):
@@ -23,37 +21,21 @@ class _Entry(NamedTuple):
 
 
 class PrefixCache:
-    """Full blocks by identity.
-
-        hash of block i = BLAKE2b(key, parent: hash of block i-1, token ids of block i)
-        parent of block 0 = BLAKE2b(key, identity, salt)
-
-    `key` (at most 64 bytes) is secret, so that nobody can construct collisions; `identity` names
-    everything else that decides a block's bytes (model digest, KV dtype, rope …). Fields are typed
-    and length-prefixed. A hit compares the token ids as well.
+    """Full blocks by identity (`core/block_hash.py` says what a hash names); a hit compares the token
+    ids as well.
     """
 
     def __init__(self, *, key: bytes, identity: bytes, block_size: int, num_groups: int) -> None:
         self.block_size = block_size
-        self._key = key
-        self._identity = identity
-        self._pack_tokens = struct.Struct(f"<{block_size}I").pack
+        self._hasher = BlockHasher(key=key, identity=identity, block_size=block_size)
         self._block_by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._entry_by_block: dict[int, _Entry] = {}
 
-    def extend_hashes(self, hashes: list[bytes], token_ids: Sequence[int], salt: bytes) -> None:
+    def extend_hashes(
+        self, hashes: list[bytes], token_ids: Sequence[int], salt: bytes, num_public_tokens: int = 0
+    ) -> None:
         """Appends to `hashes` those of the full blocks of `token_ids` that it lacks."""
-        size = self.block_size
-        for i in range(len(hashes), len(token_ids) // size):
-            parent = hashes[-1] if hashes else self._digest(b"I", self._identity, b"S", salt)
-            tokens = self._pack_tokens(*token_ids[i * size : (i + 1) * size])
-            hashes.append(self._digest(b"P", parent, b"T", tokens))
-
-    def _digest(self, *tags_and_fields: bytes) -> bytes:
-        digest = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES)
-        for tag, field in zip(tags_and_fields[::2], tags_and_fields[1::2]):
-            digest.update(tag + len(field).to_bytes(8, "little") + field)
-        return digest.digest()
+        self._hasher.extend(hashes, token_ids, salt, num_public_tokens)
 
     def find(self, group: int, block_hash: bytes, token_ids: Sequence[int]) -> int | None:
         """The page that holds this block, or None."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from poise.config import Activations, CacheConfig, ComputeConfig, SchedulerConfig
+from poise.core.block_hash import CacheIdentity
 from poise.core.output import Executor, KVGroupSpec, WorkDone
 from poise.core.step_time import StepCost
 from poise.errors import ConfigError
@@ -21,6 +22,7 @@ from poise.executor.stored_rates import StoredRates, stored_rates
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.ops import KVShape
 from poise.machine import available_memory_bytes, default_threads
+from poise.models.config import ModelConfig
 from poise.models.families import family
 from poise.models.weights import Source
 from poise.weights.checkpoint import Checkpoint
@@ -28,6 +30,7 @@ from poise.weights.checkpoint import Checkpoint
 NUMERICS_VERSION = 1
 # Formulas of docs/NUMERICS.md that a setting chooses between: each has a version of its own.
 ACTIVATIONS_VERSIONS: dict[Activations, int] = {"int8": 1, "bf16": 1}
+KV_DTYPE = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,24 @@ def identity_of(model_digest: str, compute: ComputeConfig) -> bytes:
         [
             model_digest,
             f"activations={compute.activations}.{ACTIVATIONS_VERSIONS[compute.activations]}",
-            "kv=bf16",
+            f"kv={KV_DTYPE}",
             f"numerics={NUMERICS_VERSION}",
         ]
     ).encode()
+
+
+def cache_identity_of(
+    model_digest: str, config: ModelConfig, compute: ComputeConfig
+) -> CacheIdentity:
+    """What decides the bytes of a KV block beside its tokens."""
+    version = ACTIVATIONS_VERSIONS[compute.activations]
+    return CacheIdentity(
+        model=model_digest,
+        arithmetic=f"activations={compute.activations}.{version} numerics={NUMERICS_VERSION}",
+        kv_dtype=KV_DTYPE,
+        rope=repr((config.rope, config.local_rope)),
+        windows=repr(config.windows),
+    )
 
 
 def fingerprint_of(identity: bytes) -> str:
@@ -128,7 +145,7 @@ def load_executor(
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         fingerprint=fingerprint_of(identity),
-        cache_identity=identity,
+        cache_identity=cache_identity_of(checkpoint.digest(), config, compute).encode(),
         details={
             "isa": backend.variant,
             "threads": str(threads),
@@ -136,7 +153,7 @@ def load_executor(
             "format": checkpoint.format,
             "weight_bytes": str(checkpoint.weight_bytes()),
             "packed_bytes": str(backend.arena.used_bytes),
-            "kv_dtype": "bf16",
+            "kv_dtype": KV_DTYPE,
             "kv_bytes": str(kv_cache.num_bytes),
             "kv_tokens": str(kv_cache.num_tokens),
             "kv_reason": kv_cache.reason,

@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 import numpy as np
 
+from poise.core import block_hash
+from poise.core.block_hash import SALT, TOKENS, Field
 from poise.core.output import ModelRunnerOutput, SchedulerOutput
 from poise.core.prefix_cache import PrefixCache
 from poise.errors import ConfigError
@@ -257,15 +259,10 @@ def _wrong_prefix_block() -> AbstractContextManager[object]:
 def _hash_without_parent() -> AbstractContextManager[object]:
     """A block's hash that leaves out what came before the block."""
 
-    def extend_hashes(
-        self: PrefixCache, hashes: list[bytes], token_ids: Sequence[int], salt: bytes
-    ) -> None:
-        size = self.block_size
-        for i in range(len(hashes), len(token_ids) // size):
-            block = self._pack_tokens(*token_ids[i * size : (i + 1) * size])
-            hashes.append(self._digest(b"T", block, b"S", salt))
+    def without_parent(parent: bytes, tokens: bytes, salt: bytes | None) -> tuple[Field, ...]:
+        return ((TOKENS, tokens), (SALT, salt or b""))
 
-    return patch.object(PrefixCache, "extend_hashes", extend_hashes)
+    return patch.object(block_hash, "block_fields", without_parent)
 
 
 FAULTS: tuple[Fault, ...] = (
