@@ -16,6 +16,7 @@ from time import monotonic_ns, thread_time_ns
 from typing import Any
 
 from poise.core.output import TokenLogprobs
+from poise.core.tenant import TenantTable
 from poise.engine.client import (
     ChoiceDelta,
     EngineInfo,
@@ -104,6 +105,10 @@ class InProcessClient:
         return await asyncio.wrap_future(
             self._loop.call(lambda engine: engine.timeline(request_id))
         )
+
+    async def set_tenants(self, tenants: TenantTable) -> None:
+        """Replaces what the scheduler and the cache know of tenants."""
+        await asyncio.wrap_future(self._loop.call(lambda engine: engine.set_tenants(tenants)))
 
     async def start_profile(self) -> None:
         """Begins to time steps, afresh if it does so already."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from poise.core.output import TokenLogprobs
 from poise.core.request import NO_OWNER, RequestOwner
 from poise.core.sampling_params import SamplingParams
+from poise.core.tenant import TenantTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,10 @@ class EngineClient(Protocol):
         Each has `kind` (core/timeline.py lists them with their fields), `time` on the engine's clock, `seconds` since
         the request arrived and `choice`. The first is `arrived` and names the tenant.
         """
+        ...
+
+    async def set_tenants(self, tenants: TenantTable) -> None:
+        """Replaces what the scheduler and the cache know of tenants; requests keep what they came in with."""
         ...
 
     async def start_profile(self) -> None:

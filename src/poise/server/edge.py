@@ -6,16 +6,16 @@ an X-Request-Id.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from poise.server.callers import ANYBODY, Caller
 from poise.server.http_errors import HTTPStatusError, error_response
 
 logger = logging.getLogger("poise.server")
@@ -25,11 +25,14 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Edge:
-    """ASGI middleware. Sets `scope["state"]["request_id"]` (ours) and `["client_id"]` (theirs, or None)."""
+    """ASGI middleware. Sets `scope["state"]["request_id"]` (ours), `["client_id"]` (theirs, or None) and `["caller"]`.
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    `caller_of` tells whose a key is; None lets everybody in.
+    """
+
+    def __init__(self, app: ASGIApp, caller_of: Callable[[bytes], Caller | None] | None) -> None:
         self._app = app
-        self._api_keys = [key.encode() for key in api_keys]
+        self._caller_of = caller_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,10 +46,13 @@ class Edge:
         state["request_id"] = request_id
         state["client_id"] = None if client_id is None else client_id.decode("ascii")
         identified = _with_header(send, (b"x-request-id", client_id or request_id.encode()))
-        if self._api_keys and scope["path"] not in PUBLIC_PATHS:
+        state["caller"] = ANYBODY
+        if self._caller_of is not None and scope["path"] not in PUBLIC_PATHS:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            right = sum(hmac.compare_digest(key.strip(), known) for known in self._api_keys)
-            if not right or scheme.lower() != b"bearer":
+            caller = self._caller_of(key.strip())
+            if caller is not None and scheme.lower() == b"bearer":
+                state["caller"] = caller
+            else:
                 error = HTTPStatusError(
                     401,
                     "The API key is missing or wrong; send Authorization: Bearer KEY.",

@@ -26,6 +26,7 @@ from poise.server.formats import (
     asked_prompt_logprobs,
 )
 from poise.server.http_errors import ClientGoneError, describe, encode_error, printable
+from poise.server.limits import Ticket
 from poise.server.protocol import Answer
 from poise.server.state import ServerState
 from poise.server.valid_request import ValidRequest
@@ -44,10 +45,18 @@ class Generation:
     """An answer in the making; starlette calls it like any response."""
 
     def __init__(
-        self, state: ServerState, request: ValidRequest, *, chat: bool, client_id: str | None
+        self,
+        state: ServerState,
+        request: ValidRequest,
+        ticket: Ticket,
+        *,
+        chat: bool,
+        client_id: str | None,
     ) -> None:
+        """`ticket` is closed when the answer has ended, however it ends."""
         self._state = state
         self._request = request
+        self._ticket = ticket
         self._chat = chat
         self._client_id = client_id
         self._tally = Tally(request)
@@ -86,6 +95,8 @@ class Generation:
                 raise  # the app answers it by its status
             await self._fail(error, send)
         finally:
+            self._ticket.charge_answer(self._tally.num_output_tokens)
+            self._ticket.close()
             total = time.monotonic() - begin
             self._state.request_log.finished(
                 self._request.request_id, self._client_id, self._tally, total, outcome

@@ -89,7 +89,11 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
         kind = "not_found_error" if error.status == 404 else "invalid_request_error"
         return error.status, ErrorBody(message, kind, error.param, error.code)
     if isinstance(error, HTTPStatusError):
-        kinds = {401: "authentication_error", 503: "service_unavailable"}
+        kinds = {
+            401: "authentication_error",
+            429: "rate_limit_error",
+            503: "service_unavailable",
+        }
         kind = kinds.get(error.status, "invalid_request_error")
         return error.status, ErrorBody(message, kind, None, error.code)
     if isinstance(error, HTTPException):
