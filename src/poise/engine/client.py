@@ -127,6 +127,12 @@ class EngineClient(Protocol):
         """
         ...
 
+    def cancel(self, request_id: str) -> None:
+        """Ends a request of that id in any state: the last delta of each choice has finish reason abort. Unknown and
+        finished ids are no matter.
+        """
+        ...
+
     async def set_tenants(self, tenants: TenantTable) -> None:
         """Replaces what the scheduler and the cache know of tenants; requests keep what they came in with."""
         ...

@@ -38,7 +38,13 @@ from poise.server.http_errors import (
 )
 from poise.server.json_body import read_json_object
 from poise.server.parameters import DETOKENIZE_PARAMETERS, TOKENIZE_PARAMETERS, Parameter, sift
-from poise.server.protocol import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from poise.server.protocol import (
+    Cancellation,
+    DetokenizeAnswer,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+)
 from poise.server.public_prefix import NOTHING_PUBLIC, PublicPrefix
 from poise.server.state import ServerState
 from poise.server.tenants import Tenants
@@ -87,6 +93,7 @@ def create_app(
             Route("/v1/chat/completions", handlers.chat_completions, methods=["POST"]),
             Route("/v1/models", handlers.models, methods=["GET"]),
             Route("/v1/models/{model:path}", handlers.model, methods=["GET"]),
+            Route("/v1/requests/{request_id:path}/cancel", handlers.cancel, methods=["POST"]),
             Route("/tokenize", handlers.tokenize, methods=["POST"]),
             Route("/detokenize", handlers.detokenize, methods=["POST"]),
             Route("/health", handlers.health, methods=["GET"]),
@@ -160,6 +167,19 @@ class _Handlers:
             raise
         _log_dropped(request_id, valid.dropped)
         return Generation(state, valid, ticket, chat=chat, client_id=client_id)
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends the caller's requests of that id, in whatever state they are; those that have ended stay as they are."""
+        name = request.path_params["request_id"]
+        running = [
+            booked
+            for booked in self._state.requests.find(request.state.caller.name, name)
+            if booked.running
+        ]
+        for booked in running:
+            for engine_id in booked.engine_ids:
+                self._state.client.cancel(engine_id)
+        return _json(Cancellation(name, [booked.request_id for booked in running]))
 
     def profiling_routes(self) -> list[Route]:
         return [

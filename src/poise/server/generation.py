@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -80,10 +81,14 @@ class Generation:
                     receive,
                     self._state.heartbeat_seconds,
                 ) as arrivals:
-                    if self._request.stream:
-                        await self._stream(arrivals, send)
-                    else:
-                        await self._whole(arrivals, send)
+                    await asyncio.sleep(
+                        0
+                    )  # the engine has the request before anybody can cancel it
+                    with self._booked():
+                        if self._request.stream:
+                            await self._stream(arrivals, send)
+                        else:
+                            await self._whole(arrivals, send)
             outcome = None
         except ClientGoneError:
             outcome = "disconnect"
@@ -101,6 +106,12 @@ class Generation:
             self._state.request_log.finished(
                 self._request.request_id, self._client_id, self._tally, total, outcome
             )
+
+    def _booked(self) -> AbstractContextManager[object]:
+        request, tenant = self._request, self._ticket.caller.name
+        return self._state.requests.running(
+            tenant, request.request_id, self._client_id, request.engine_ids
+        )
 
     async def _whole(self, arrivals: Arrivals, send: Send) -> None:
         collected: dict[int, list[ChoiceDelta]] = {}

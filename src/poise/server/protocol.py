@@ -140,3 +140,11 @@ class TokenizeAnswer(Struct):
 
 class DetokenizeAnswer(Struct):
     prompt: str
+
+
+class Cancellation(Struct):
+    """`cancelled`: the answers' ids of the requests that were running under the id asked for."""
+
+    id: str
+    cancelled: list[str]
+    object: str = "request.cancellation"

@@ -21,6 +21,7 @@ from poise.server.logprobs import TokenNames
 from poise.server.ownership import Origin
 from poise.server.prompts import PromptEncoder
 from poise.server.public_prefix import PublicPrefix
+from poise.server.request_book import RequestBook
 from poise.server.request_log import RequestLog
 from poise.server.tenants import Tenants
 from poise.server.tokenizer_protocol import Tokenizer
@@ -50,6 +51,7 @@ class ServerState:
         self.public_prefix = public_prefix
         self.secret = secret
         self.limiter = Limiter()
+        self.requests = RequestBook()
         self.draining = False
         self.num_answering = 0
 

@@ -115,6 +115,7 @@ class FakeEngine:
     closed: bool = False
     profiling: bool = False
     timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
     tenants: TenantTable = NO_TENANTS
 
     @property
@@ -132,6 +133,9 @@ class FakeEngine:
 
     async def timeline(self, request_id: str) -> list[dict[str, Any]]:
         return list(self.timelines.get(request_id, ()))
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.add(request_id)
 
     async def set_tenants(self, tenants: TenantTable) -> None:
         self.tenants = tenants
@@ -167,7 +171,8 @@ class FakeEngine:
             self.num_steps += 1
             if self.failure is not None and step >= self.fail_after:
                 raise self.failure
-            last = step + 1 == params.max_tokens or self.closed
+            ended = self.closed or request.request_id in self.cancelled
+            last = step + 1 == params.max_tokens or ended
             choices = []
             for index, decoder in enumerate(decoders):
                 token = self._token(request, index, step)
@@ -177,7 +182,7 @@ class FakeEngine:
                     logprobs = [self._logprobs(token, params.logprobs)]
                 reason: str | None = "length" if last else None
                 why: str | None = None
-                if last and self.closed:
+                if last and ended:
                     reason = "abort"
                 if last and self.error_choice and index == 0:
                     reason, why = "error", self.error_choice
