@@ -109,7 +109,9 @@ class KVCacheManager:
             blocks: list[int] = []
             for i in range(first, last):
                 tokens = request.token_ids[i * size : (i + 1) * size]
-                block_id = self._cache.find(group, request.block_hashes[i], tokens)
+                block_id = self._cache.find(
+                    group, request.block_hashes[i], tokens, self._salt(request, i)
+                )
                 if block_id is None and window is None:
                     last = i
                     break
@@ -139,6 +141,11 @@ class KVCacheManager:
         self._cache.extend_hashes(
             request.block_hashes, request.token_ids, owner.cache_salt, owner.num_public_tokens
         )
+
+    def _salt(self, request: Request, i: int) -> bytes | None:
+        """For whom block `i` is; None: for everybody, it lies wholly inside a public prefix."""
+        owner = request.owner
+        return None if (i + 1) * self.block_size <= owner.num_public_tokens else owner.cache_salt
 
     def _last_gap(self, found: list[list[int]], first: int, last: int) -> int | None:
         """The last block before `last` that some group must see from there and lacks."""
@@ -265,12 +272,13 @@ class KVCacheManager:
         assert self._cache is not None, "without a cache nothing is registered"
         size, hashes = self.block_size, request.block_hashes
         tokens = request.token_ids[i * size : (i + 1) * size]
+        salt = self._salt(request, i)
         pending = self._pending.setdefault(request.request_id, [])
         for group, (window, table) in enumerate(zip(self._windows, request.block_tables)):
             parent = hashes[i - 1] if i > 0 and window is None else None
-            if self._cache.register(group, table[i], hashes[i], tokens, parent):
+            if self._cache.register(group, table[i], hashes[i], tokens, salt, parent):
                 pending.append(table[i])
-                if (i + 1) * size <= request.owner.num_public_tokens:
+                if salt is None:
                     self.pool.make_public(table[i])
 
     def confirm_step(self, broken: Iterable[int] = ()) -> None:

@@ -19,12 +19,13 @@ class _Entry(NamedTuple):
     group: int
     block_hash: bytes
     token_ids: tuple[int, ...]
+    salt: bytes | None  # for whom it was computed; None: part of a public prefix
     parent: bytes | None
 
 
 class PrefixCache:
-    """Full blocks by identity (`core/block_hash.py` says what a hash names); a hit compares the token
-    ids as well. A block is a leaf while no cached one names it as its parent.
+    """Full blocks by identity (`core/block_hash.py` says what a hash names); a hit compares token ids
+    and salt as well, so that not even two blocks of one hash are mistaken for each other. A block is a leaf while no cached one names it as its parent.
     """
 
     def __init__(self, *, key: bytes, identity: bytes, block_size: int, num_groups: int) -> None:
@@ -45,10 +46,19 @@ class PrefixCache:
         """Appends to `hashes` those of the full blocks of `token_ids` that it lacks."""
         self._hasher.extend(hashes, token_ids, salt, num_public_tokens)
 
-    def find(self, group: int, block_hash: bytes, token_ids: Sequence[int]) -> int | None:
-        """The page that holds this block, or None."""
+    def find(
+        self,
+        group: int,
+        block_hash: bytes,
+        token_ids: Sequence[int],
+        salt: bytes | None = None,
+    ) -> int | None:
+        """The page that holds this block, or None. `salt` is None inside a public prefix."""
         block_id = self._block_by_hash[group].get(block_hash)
-        if block_id is None or self._entry_by_block[block_id].token_ids != tuple(token_ids):
+        if block_id is None:
+            return None
+        entry = self._entry_by_block[block_id]
+        if entry.token_ids != tuple(token_ids) or entry.salt != salt:
             return None
         return block_id
 
@@ -58,6 +68,7 @@ class PrefixCache:
         block_id: int,
         block_hash: bytes,
         token_ids: Sequence[int],
+        salt: bytes | None = None,
         parent: bytes | None = None,
     ) -> bool:
         """Makes a page findable; False if another one already stands for this block.
@@ -68,7 +79,7 @@ class PrefixCache:
             return False
         assert block_id not in self._entry_by_block, f"block {block_id} is registered twice"
         self._block_by_hash[group][block_hash] = block_id
-        self._entry_by_block[block_id] = _Entry(group, block_hash, tuple(token_ids), parent)
+        self._entry_by_block[block_id] = _Entry(group, block_hash, tuple(token_ids), salt, parent)
         self._on_leaf(block_id, self.is_leaf(block_id))
         if parent is not None:
             self._add_child(group, parent, 1)

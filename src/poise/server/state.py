@@ -5,7 +5,6 @@ Invariant: `num_answering` counts exactly the answers in the making; draining ne
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,11 +66,8 @@ class ServerState:
 
     async def reload_tenants(self) -> None:
         """Reads the tenants file again; requests that run keep what they came in with."""
-        if self.tenants is None or not await asyncio.to_thread(self.tenants.reload):
-            return
-        directory = self.tenants.directory
-        self.limiter.forget(directory.callers)
-        await self.client.set_tenants(directory.table)
+        if self.tenants is not None and await self.tenants.reload(self.client.set_tenants):
+            self.limiter.forget(self.tenants.directory.callers)
 
     @contextmanager
     def answering(self) -> Iterator[None]:

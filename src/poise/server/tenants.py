@@ -5,18 +5,19 @@ Knows no requests. Invariant: what is in force came from a file without a fault;
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 from poise.config import nearest
 from poise.core.tenant import SERVICE_CLASSES, ServiceClass, Share, Tenant, TenantTable
-from poise.errors import ConfigError
+from poise.errors import ConfigError, EngineDeadError
 from poise.server.api_keys import HashedKeys, parse_entry
 from poise.server.callers import LEAST_URGENT, MOST_URGENT, Caller, Limits
 
@@ -50,14 +51,19 @@ class Tenants:
         """Whose key this is; None if nobody's."""
         return self.directory.keys.owner_of(key)
 
-    def reload(self) -> bool:
-        """Reads the file again; True if it is in force now. A faulty one changes nothing and is one line in the log."""
+    async def reload(self, tell: Callable[[TenantTable], Awaitable[None]]) -> bool:
+        """Reads the file again, has `tell` told of its table, and lets it be in force; True if it is.
+
+        A faulty one, or one that `tell` refuses (ConfigError), changes nothing and is one line in the log.
+        """
         try:
-            self.directory = read_tenants(self._path)
-        except ConfigError as error:
+            directory = await asyncio.to_thread(read_tenants, self._path)
+            await tell(directory.table)
+        except (ConfigError, EngineDeadError) as error:
             logger.error("the tenants stay as they were: %s", error)
             return False
-        logger.info("%d tenants read from %s", len(self.directory.callers), self._path)
+        self.directory = directory
+        logger.info("%d tenants read from %s", len(directory.callers), self._path)
         return True
 
 

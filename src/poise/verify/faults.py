@@ -247,9 +247,13 @@ def _wrong_prefix_block() -> AbstractContextManager[object]:
     original = PrefixCache.find
 
     def find(
-        self: PrefixCache, group: int, block_hash: bytes, token_ids: Sequence[int]
+        self: PrefixCache,
+        group: int,
+        block_hash: bytes,
+        token_ids: Sequence[int],
+        salt: bytes | None = None,
     ) -> int | None:
-        found = original(self, group, block_hash, token_ids)
+        found = original(self, group, block_hash, token_ids, salt)
         others = [block for block in self._block_by_hash[group].values() if block != found]
         return found if found is None or not others else others[0]
 

@@ -130,7 +130,7 @@ class EvictionMachine(RuleBasedStateMachine):
             b"%d" % (parent % self.num_blocks) if parent >= 0 and self.num_blocks else None
         )
         self.num_blocks += 1
-        assert self.cache.register(0, number, page.block, [0], page.parent)
+        assert self.cache.register(0, number, page.block, [0], parent=page.parent)
         if public:
             page.owner = PUBLIC
             self.pool.make_public(number)
@@ -150,7 +150,7 @@ class EvictionMachine(RuleBasedStateMachine):
         ):
             return
         self.twin.pages[number].block = block
-        assert self.cache.register(0, number, block, [0], None)
+        assert self.cache.register(0, number, block, [0])
         self.check()
 
     @rule(which=st.integers(0, 100))

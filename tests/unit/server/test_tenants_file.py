@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from fake_server_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.cli.main import run
-from poise.core.tenant import Share, Tenant
+from poise.core.tenant import Share, Tenant, TenantTable
 from poise.errors import ConfigError
 from poise.server.api_keys import HashedKeys, is_one_of, new_key, parse_entry
 from poise.server.callers import Caller, Limits
@@ -131,16 +133,25 @@ def test_a_faulty_file_changes_nothing_and_is_one_line_in_the_log(
     path = write(tmp_path, f"[tenants.a]\nkeys = ['{entry}']")
     tenants = Tenants(path)
     before = tenants.directory
+    engine = FakeEngine()
     path.write_text("[tenants.a]\nwieght = 1")
-    assert not tenants.reload()
+    assert not asyncio.run(tenants.reload(engine.set_tenants))
+    assert not engine.tenants.tenants
     assert tenants.directory is before
     [record] = caplog.records
     assert "line 2: tenants.a.wieght" in record.getMessage()
     assert tenants.caller_of(key.encode()) is not None
     path.write_text("[tenants.b]")
-    assert tenants.reload()
+    assert asyncio.run(tenants.reload(engine.set_tenants))
+    assert list(engine.tenants.tenants) == ["b"]
     assert tenants.caller_of(key.encode()) is None
     assert list(tenants.directory.callers) == ["b"]
+
+    async def refuse(table: TenantTable) -> None:
+        raise ConfigError("the engine can't do that")
+
+    assert not asyncio.run(tenants.reload(refuse))
+    assert "the engine can't do that" in caplog.text
 
 
 def test_a_new_key_is_shown_once_with_the_line_to_keep(
