@@ -29,15 +29,6 @@ class _Heap:
         heapq.heappush(self.entries, (last_used, page))
         self.num_pages += 1
 
-    def oldest(self, stands: Callable[[int, int], bool]) -> tuple[int, int] | None:
-        """The least recently used page as (last use, page); entries that no longer stand are dropped."""
-        if len(self.entries) > 2 * self.num_pages + MIN_COMPACTION:
-            self.entries = list({entry for entry in self.entries if stands(*entry)})
-            heapq.heapify(self.entries)
-        while self.entries and not stands(*self.entries[0]):
-            heapq.heappop(self.entries)
-        return self.entries[0] if self.entries else None
-
 
 @dataclass(slots=True)
 class _Account:
@@ -79,6 +70,9 @@ class EvictionOrder:
     def charge(self, page: int, name: str) -> None:
         """The page is `name`'s from now on."""
         assert page not in self._last_used, f"page {page} changes hands while it may be taken"
+        before = self._account_by_page.get(page)
+        if before is not None and before.name == name:
+            return
         self.credit(page)
         account = self._account(name)
         account.num_pages += 1
@@ -159,13 +153,14 @@ class EvictionOrder:
         Among accounts alike the least recently used leaf; an inner page only where no leaf is left.
         """
         own = self._accounts.get(name)
-        has_own = own is not None and own.num_evictable > 0
-        if own is not None and has_own and own.num_pages + 1 > own.limit:
+        if own is not None and own.num_evictable == 0:
+            own = None
+        if own is not None and own.num_pages + 1 > own.limit:
             return self._oldest((own,))
         over = [a for a in self._accounts.values() if a.is_over and a.num_evictable]
         if over:
             return self._oldest(over)
-        if own is not None and has_own:
+        if own is not None:
             return self._oldest((own,))
         rest = [a for a in self._accounts.values() if a.num_evictable]
         assert rest, "no page can be taken"
@@ -173,21 +168,26 @@ class EvictionOrder:
 
     def _oldest(self, accounts: Sequence[_Account]) -> int:
         for inner in (False, True):
-            found = [page for a in accounts if (page := self._oldest_of(a, inner)) is not None]
+            found = [entry for a in accounts if (entry := self._top(a, inner)) is not None]
             if found:
                 return min(found)[1]
         raise AssertionError("an account counts pages that it doesn't have")
 
-    def _oldest_of(self, account: _Account, inner: bool) -> tuple[int, int] | None:
+    def _top(self, account: _Account, inner: bool) -> tuple[int, int] | None:
+        """The account's least recently used leaf, or inner page; drops entries that no longer stand."""
         heap = account.inner if inner else account.leaves
-        return heap.oldest(self._stands(inner))
+        if len(heap.entries) > 2 * heap.num_pages + MIN_COMPACTION:
+            heap.entries = list({entry for entry in heap.entries if self._stands(entry, inner)})
+            heapq.heapify(heap.entries)
+        entries = heap.entries
+        while entries and not self._stands(entries[0], inner):
+            heapq.heappop(entries)
+        return entries[0] if entries else None
 
-    def _stands(self, inner: bool) -> Callable[[int, int], bool]:
+    def _stands(self, entry: tuple[int, int], inner: bool) -> bool:
         """Whether an entry of a heap of inner pages, or of leaves, still means anything."""
-        last, inner_pages = self._last_used, self._inner
-        return lambda last_used, page: (
-            last.get(page) == last_used and (page in inner_pages) == inner
-        )
+        last_used, page = entry
+        return self._last_used.get(page) == last_used and (page in self._inner) == inner
 
     def _heap_of(self, page: int) -> _Heap:
         account = self._account_by_page[page]
@@ -204,8 +204,7 @@ class EvictionOrder:
             pages = [page for page, other in self._account_by_page.items() if other is account]
             assert len(pages) == account.num_pages > 0, f"{name}: wrong number of pages"
             for inner, heap in ((False, account.leaves), (True, account.inner)):
-                stands = self._stands(inner)
-                standing = {page for last_used, page in heap.entries if stands(last_used, page)}
+                standing = {entry[1] for entry in heap.entries if self._stands(entry, inner)}
                 expected = {
                     page
                     for page in pages
