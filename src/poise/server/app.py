@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ from poise.server.protocol import (
     ModelCard,
     ModelList,
     TokenizeAnswer,
+    UsageAnswer,
 )
 from poise.server.public_prefix import NOTHING_PUBLIC, PublicPrefix
 from poise.server.state import ServerState
@@ -94,6 +96,7 @@ def create_app(
             Route("/v1/models", handlers.models, methods=["GET"]),
             Route("/v1/models/{model:path}", handlers.model, methods=["GET"]),
             Route("/v1/requests/{request_id:path}/cancel", handlers.cancel, methods=["POST"]),
+            Route("/v1/usage", handlers.usage, methods=["GET"]),
             Route("/tokenize", handlers.tokenize, methods=["POST"]),
             Route("/detokenize", handlers.detokenize, methods=["POST"]),
             Route("/health", handlers.health, methods=["GET"]),
@@ -163,6 +166,7 @@ class _Handlers:
             status, described = describe(error)
             about = described.param or described.code
             about = None if about is None else printable(about)
+            state.usage.refused(origin.caller.name)
             state.request_log.refused(request_id, client_id, status, about)
             raise
         _log_dropped(request_id, valid.dropped)
@@ -246,7 +250,15 @@ class _Handlers:
         return _json({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(self._registry)
+        if request.state.caller.is_operator:
+            text += generate_latest(self._state.usage)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def usage(self, request: Request) -> Response:
+        """What the caller has used since the server started."""
+        name = request.state.caller.name
+        return _json(UsageAnswer(name, **asdict(self._state.usage[name])))
 
     async def version(self, request: Request) -> Response:
         return _json({"version": self._version})

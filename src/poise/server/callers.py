@@ -37,6 +37,7 @@ class Caller:
     limits: Limits = NO_LIMITS
     service_class: ServiceClass = "interactive"
     min_priority: int = MOST_URGENT
+    is_operator: bool = False  # may see what concerns all tenants, and ask for no answers
 
     @property
     def name(self) -> str:
@@ -44,3 +45,4 @@ class Caller:
 
 
 ANYBODY = Caller()
+OPERATOR = Caller(is_operator=True)

@@ -100,6 +100,7 @@ class Generation:
                 raise  # the app answers it by its status
             await self._fail(error, send)
         finally:
+            self._state.usage.answered(self._ticket.caller.name, self._tally)
             self._ticket.charge_answer(self._tally.num_output_tokens)
             self._ticket.close()
             total = time.monotonic() - begin

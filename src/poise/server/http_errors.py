@@ -91,6 +91,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     if isinstance(error, HTTPStatusError):
         kinds = {
             401: "authentication_error",
+            403: "permission_error",
             429: "rate_limit_error",
             503: "service_unavailable",
         }

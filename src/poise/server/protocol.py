@@ -148,3 +148,15 @@ class Cancellation(Struct):
     id: str
     cancelled: list[str]
     object: str = "request.cancellation"
+
+
+class UsageAnswer(Struct):
+    """What a tenant has used since the server started; `refused` requests never reached the engine."""
+
+    tenant: str
+    requests: int
+    refused: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    object: str = "usage"

@@ -24,6 +24,7 @@ from poise.server.request_book import RequestBook
 from poise.server.request_log import RequestLog
 from poise.server.tenants import Tenants
 from poise.server.tokenizer_protocol import Tokenizer
+from poise.server.usage import UsageLedger
 
 
 class ServerState:
@@ -51,6 +52,7 @@ class ServerState:
         self.secret = secret
         self.limiter = Limiter()
         self.requests = RequestBook()
+        self.usage = UsageLedger()
         self.draining = False
         self.num_answering = 0
 

@@ -19,7 +19,7 @@ from poise.config import nearest
 from poise.core.tenant import SERVICE_CLASSES, ServiceClass, Share, Tenant, TenantTable
 from poise.errors import ConfigError, EngineDeadError
 from poise.server.api_keys import HashedKeys, parse_entry
-from poise.server.callers import LEAST_URGENT, MOST_URGENT, Caller, Limits
+from poise.server.callers import LEAST_URGENT, MOST_URGENT, OPERATOR, Caller, Limits
 
 logger = logging.getLogger("poise.server")
 
@@ -155,8 +155,12 @@ class _Table:
 
 
 def _directory(file: _Table) -> TenantDirectory:
-    file.only(("tenants", "classes"))
-    tenants, callers, keys = {}, {}, {}
+    file.only(("tenants", "classes", "operator"))
+    tenants, callers = {}, {}
+    keys: dict[bytes, tuple[bytes, Caller]] = {}
+    operator = file.table("operator")
+    operator.only(("keys",))
+    _add_keys(keys, operator, OPERATOR)
     tables = file.table("tenants")
     for name in tables.names():
         if NAME.fullmatch(name) is None:
@@ -167,11 +171,7 @@ def _directory(file: _Table) -> TenantDirectory:
         table.only(_SETTINGS)
         tenants[name], caller = _tenant(name, table), _caller(name, table)
         callers[name] = caller
-        for entry in table.strings("keys"):
-            key_name, digest = _parsed(table, entry)
-            if key_name in keys:
-                raise table.fault("keys", f"has {key_name.decode()}, which is in the file already")
-            keys[key_name] = (digest, caller)
+        _add_keys(keys, table, caller)
     if not tenants:
         raise _FaultError(("tenants",), "is empty: add one with poise key new TENANT")
     classes = _classes(file.table("classes"))
@@ -179,11 +179,15 @@ def _directory(file: _Table) -> TenantDirectory:
     return TenantDirectory(TenantTable(tenants, classes), callers, HashedKeys(keys))
 
 
-def _parsed(table: _Table, entry: str) -> tuple[bytes, bytes]:
-    try:
-        return parse_entry(entry)
-    except ValueError as error:
-        raise table.fault("keys", f"has {entry[:16]!r}…: {error}") from None
+def _add_keys(keys: dict[bytes, tuple[bytes, Caller]], table: _Table, caller: Caller) -> None:
+    for entry in table.strings("keys"):
+        try:
+            name, digest = parse_entry(entry)
+        except ValueError as error:
+            raise table.fault("keys", f"has {entry[:16]!r}…: {error}") from None
+        if name in keys:
+            raise table.fault("keys", f"has {name.decode()}, which is in the file already")
+        keys[name] = (digest, caller)
 
 
 def _tenant(name: str, table: _Table) -> Tenant:

@@ -14,7 +14,7 @@ from poise.cli.main import run
 from poise.core.tenant import Share, Tenant, TenantTable
 from poise.errors import ConfigError
 from poise.server.api_keys import HashedKeys, is_one_of, new_key, parse_entry
-from poise.server.callers import Caller, Limits
+from poise.server.callers import OPERATOR, Caller, Limits
 from poise.server.tenants import TenantDirectory, Tenants, line_of, read_tenants
 
 EVERYTHING = """
@@ -169,6 +169,17 @@ def test_a_new_key_is_shown_once_with_the_line_to_keep(
         assert key not in "\n".join(printed.splitlines()[1:])
         found[key] = name
     assert len(found) == 2
+
+
+def test_a_key_for_the_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["key", "new", "--operator"]) == 0
+    printed = capsys.readouterr().out
+    directory = read(tmp_path, f"{printed}[tenants.a]\n")
+    assert directory.keys.owner_of(printed.splitlines()[0].rpartition(" ")[2].encode()) == OPERATOR
+    assert list(directory.callers) == ["a"]
+    for arguments in ([], ["a", "--operator"]):
+        assert run(["key", "new", *arguments]) == 2
+    assert "give a TENANT or --operator" in capsys.readouterr().err
 
 
 def test_a_key_for_a_name_that_no_file_can_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,7 @@ UNTIMED = [check.name for check in ISOLATION_CHECKS if check.name != "timing"]
 
 def tiny_proof(fault: Fault | None, *names: str) -> Proof:
     checks = isolation_checks_named(names)
-    return prove(
-        resolve({}, {}), quick=True, checks=checks, fault=fault, tiny=True, shrink=False
-    )
+    return prove(resolve({}, {}), quick=True, checks=checks, fault=fault, tiny=True, shrink=False)
 
 
 def test_nothing_gets_through_as_things_are() -> None:
