@@ -316,8 +316,8 @@ class KVCacheManager:
             lengths = {len(table) for table in request.block_tables}
             assert len(lengths) == 1, f"request {request.request_id}: tables differ in length"
             assert lengths.pop() * self.block_size >= request.num_computed_tokens
-            held = sum(b != NULL_BLOCK_ID for table in request.block_tables for b in table)
-            assert request.num_blocks == held
+            num_held = sum(b != NULL_BLOCK_ID for table in request.block_tables for b in table)
+            assert request.num_blocks == num_held
         assert self._claims.owners() <= {request.request_id for request in running}
         if self._cache is not None:
             self._cache.check_invariants()

@@ -28,6 +28,7 @@ from poise.errors import InvalidRequestError, ModelNotFoundError, PoiseError
 from poise.server.api_keys import is_one_of
 from poise.server.callers import ANYBODY, Caller
 from poise.server.edge import Edge
+from poise.server.explanation import explain
 from poise.server.fields import Fields
 from poise.server.generation import Generation, Headers, warning_headers
 from poise.server.http_errors import (
@@ -44,6 +45,8 @@ from poise.server.protocol import (
     DetokenizeAnswer,
     ModelCard,
     ModelList,
+    PromptTimes,
+    RequestAnswer,
     TokenizeAnswer,
     UsageAnswer,
 )
@@ -96,6 +99,7 @@ def create_app(
             Route("/v1/models", handlers.models, methods=["GET"]),
             Route("/v1/models/{model:path}", handlers.model, methods=["GET"]),
             Route("/v1/requests/{request_id:path}/cancel", handlers.cancel, methods=["POST"]),
+            Route("/v1/requests/{request_id:path}", handlers.request, methods=["GET"]),
             Route("/v1/usage", handlers.usage, methods=["GET"]),
             Route("/tokenize", handlers.tokenize, methods=["POST"]),
             Route("/detokenize", handlers.detokenize, methods=["POST"]),
@@ -184,6 +188,17 @@ class _Handlers:
             for engine_id in booked.engine_ids:
                 self._state.client.cancel(engine_id)
         return _json(Cancellation(name, [booked.request_id for booked in running]))
+
+    async def request(self, request: Request) -> Response:
+        """What happened to the caller's request of that id (the latest one), and where its time went."""
+        name = request.path_params["request_id"]
+        booked = self._state.requests.find(request.state.caller.name, name)[-1]
+        prompts = []
+        for engine_id in booked.engine_ids:
+            events = await self._state.client.timeline(engine_id)
+            prompts.append(PromptTimes([asdict(times) for times in explain(events)], events))
+        status = "running" if booked.running else "finished"
+        return _json(RequestAnswer(booked.request_id, status, prompts))
 
     def profiling_routes(self) -> list[Route]:
         return [

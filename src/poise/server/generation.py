@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from poise.engine.client import ChoiceDelta, RequestDelta
-from poise.errors import PoiseError
+from poise.errors import DeadlineError, PoiseError, QueueFullError
 from poise.server.arrivals import Arrivals, Receive, join_choice
 from poise.server.formats import (
     ChatFormat,
@@ -73,6 +73,7 @@ class Generation:
     async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
         begin = time.monotonic()
         outcome: str | None = "error"
+        refused = False  # by the engine, before it made anything
         try:
             with self._state.answering():
                 async with Arrivals(
@@ -95,18 +96,34 @@ class Generation:
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
+        except (QueueFullError, DeadlineError) as error:
+            if self._response_started:
+                await self._fail(error, send)
+            else:
+                outcome = error.reason
+                refused = True
+                raise
         except Exception as error:
             if not self._response_started:
                 raise  # the app answers it by its status
             await self._fail(error, send)
         finally:
-            self._state.usage.answered(self._ticket.caller.name, self._tally)
-            self._ticket.charge_answer(self._tally.num_output_tokens)
-            self._ticket.close()
+            self._settle(refused)
             total = time.monotonic() - begin
             self._state.request_log.finished(
                 self._request.request_id, self._client_id, self._tally, total, outcome
             )
+
+    def _settle(self, refused: bool) -> None:
+        """Counts and pays for what was made, and gives the caller's place back."""
+        tenant = self._ticket.caller.name
+        if refused:
+            self._state.usage.refused(tenant)
+            self._ticket.give_back()
+        else:
+            self._state.usage.answered(tenant, self._tally)
+            self._ticket.charge_answer(self._tally.num_output_tokens)
+        self._ticket.close()
 
     def _booked(self) -> AbstractContextManager[object]:
         request, tenant = self._request, self._ticket.caller.name

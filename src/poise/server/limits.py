@@ -9,13 +9,12 @@ let in, and for its answer's when they are known: a bucket may be in debt, and l
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from poise.server.callers import Caller
-from poise.server.http_errors import HTTPStatusError
+from poise.server.http_errors import HTTPStatusError, whole_seconds
 
 SECONDS_PER_MINUTE = 60.0
 BUSY_RETRY_SECONDS = 1.0  # for a place among those at once: nobody knows when one ends
@@ -23,8 +22,8 @@ BUSY_RETRY_SECONDS = 1.0  # for a place among those at once: nobody knows when o
 
 def rate_limited(message: str, retry_after_seconds: float) -> HTTPStatusError:
     """429 in OpenAI's shape; Retry-After in whole seconds, rounded up, at least 1."""
-    seconds = max(1, math.ceil(retry_after_seconds))
-    return HTTPStatusError(429, message, "rate_limit_exceeded", {"Retry-After": str(seconds)})
+    headers = {"Retry-After": whole_seconds(retry_after_seconds)}
+    return HTTPStatusError(429, message, "rate_limit_exceeded", headers)
 
 
 @dataclass(slots=True)
@@ -53,8 +52,9 @@ class _Bucket:
         return max(0.0, missing * SECONDS_PER_MINUTE / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
+        """A negative amount is given back."""
         self._fill(now)
-        self.level -= amount
+        self.level = min(float(self.per_minute), self.level - amount)
 
 
 @dataclass(slots=True)
@@ -120,6 +120,7 @@ class Ticket:
         self._usage = usage
         self._clock = clock
         self._open = True
+        self._num_prompt_tokens = 0
 
     def charge_prompt(self, num_tokens: int) -> None:
         """Pays for a prompt. Raises HTTPStatusError 429 until a minute's tokens, or those asked for, are there."""
@@ -135,6 +136,17 @@ class Ticket:
                 wait,
             )
         tokens.take(num_tokens, now)
+        self._num_prompt_tokens = num_tokens
+
+    def give_back(self) -> None:
+        """The engine refused the request: it has used nothing."""
+        now = self._clock()
+        requests = self._usage.buckets.get("requests")
+        if requests is not None:
+            requests.take(-1, now)
+        tokens = self._tokens(now)
+        if tokens is not None:
+            tokens.take(-self._num_prompt_tokens, now)
 
     def charge_answer(self, num_tokens: int) -> None:
         """Pays for an answer, on credit if need be."""

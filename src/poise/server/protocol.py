@@ -6,6 +6,7 @@ Plain structs, encoded by msgspec. Invariant: a field at UNSET isn't written; a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -160,3 +161,19 @@ class UsageAnswer(Struct):
     cached_tokens: int
     output_tokens: int
     object: str = "usage"
+
+
+class PromptTimes(Struct):
+    """One prompt of a request: where each choice's time went (`ChoiceTimes`), and its events (core/timeline.py)."""
+
+    choices: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+
+class RequestAnswer(Struct):
+    """A request that is `running` or `finished`."""
+
+    id: str
+    status: str
+    prompts: list[PromptTimes]
+    object: str = "request"
