@@ -151,7 +151,7 @@ def assemble_engine(
         vocab_size=loaded.vocab_size,
         kv_capacity_tokens=loaded.kv_cache.num_tokens,
         system_fingerprint=f"poise-v{NUMERICS_VERSION}-{loaded.fingerprint}",
-        details=dict(loaded.details),
+        details={**loaded.details, "scheduling_policy": scheduler.policy.name},
     )
     metrics = EngineMetrics(
         info.model,

@@ -85,7 +85,10 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about the engine that front ends show or check against; fixed once loaded."""
+    """Facts about the engine that front ends show or check against; fixed once loaded.
+
+    `details["scheduling_policy"]` names the scheduler's policy; the others say how the model was loaded.
+    """
 
     model: str
     max_model_len: int

@@ -20,6 +20,7 @@ from poise.server.public_prefix import PublicPrefix
 
 DEADLINE_HEADER = "x-request-deadline-ms"
 PRIORITY_HEADER = "x-vllm-priority"
+PRIORITY_POLICY = "priority"
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 MAX_SALT_LENGTH = 1024
 
@@ -35,6 +36,7 @@ class Origin:
     arrival_time: float
     secret: LocalSecret
     public_prefix: PublicPrefix
+    policy: str  # of the scheduler
 
     def owner(self, fields: Fields) -> RequestOwner:
         """The owner of a request's prompts, without their public tokens. Raises InvalidRequestError."""
@@ -66,6 +68,13 @@ class Origin:
         lowest = self.caller.min_priority
         if asked is None:
             return max(0, lowest)
+        if asked != 0 and self.policy != PRIORITY_POLICY:
+            raise InvalidRequestError(
+                f"priority is {asked}, which changes nothing under this server's policy, {self.policy}; "
+                f"leave it out, or start the server with --scheduling-policy {PRIORITY_POLICY}.",
+                "priority",
+                "unsupported_parameter",
+            )
         if asked < lowest:
             raise InvalidRequestError(
                 f"priority is {asked}, this key may ask for {lowest} at best (lower goes first).",

@@ -64,6 +64,7 @@ class ServerState:
             arrival_time=time.monotonic(),
             secret=self.secret,
             public_prefix=self.public_prefix,
+            policy=self.client.info.details["scheduling_policy"],
         )
 
     async def reload_tenants(self) -> None:

@@ -101,6 +101,7 @@ class FakeEngine:
 
     max_model_len: int = 200
     kv_capacity_tokens: int = 10_000
+    policy: str = "priority"
     script: Sequence[int] | None = None
     pace: Callable[[], Any] = lambda: asyncio.sleep(0)
     failure: Exception | None = None
@@ -121,7 +122,12 @@ class FakeEngine:
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(
-            "fake-model", self.max_model_len, VOCAB_SIZE, self.kv_capacity_tokens, "fp_fake"
+            "fake-model",
+            self.max_model_len,
+            VOCAB_SIZE,
+            self.kv_capacity_tokens,
+            "fp_fake",
+            {"scheduling_policy": self.policy},
         )
 
     def status(self) -> EngineStatus:

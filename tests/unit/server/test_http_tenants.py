@@ -154,6 +154,15 @@ def test_wrong_urgency_is_refused(town: Town, body: Any, headers: Any, param: st
     assert not engine.requests
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "static"])
+def test_a_priority_that_would_change_nothing_is_refused(policy: str) -> None:
+    for priority, status in ((0, 200), (1, 400)):
+        body = {"prompt": "a", "priority": priority}
+        response = call(FakeEngine(policy=policy), "/v1/completions", body)
+        assert response.status_code == status
+    assert f"policy, {policy}; leave it out" in response.json()["error"]["message"]
+
+
 def test_without_tenants_priority_is_free_and_salts_separate_only_who_asks() -> None:
     engine = FakeEngine()
     for body in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}, {"priority": -9}):
