@@ -30,6 +30,7 @@ from poise.config import (
     ServerConfig,
     Settings,
 )
+from poise.core.tenant import NO_TENANTS
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -88,12 +89,11 @@ def _serve(settings: Settings) -> None:
     lines: list[str] = []
 
     async def make_app() -> Starlette:
-        engine = await asyncio.to_thread(load_engine, settings)
+        table = NO_TENANTS if tenants is None else tenants.directory.table
+        engine = await asyncio.to_thread(load_engine, settings, table)
         public_prefix = NOTHING_PUBLIC
         if public_text is not None:
             public_prefix = encode_public_prefix(public_text, engine.tokenizer)
-        if tenants is not None:
-            engine.set_tenants(tenants.directory.table)
         lines.extend(start_lines(engine.info, settings, url_of(bound)))
         if tenants is not None:
             shared = public_prefix.num_tokens

@@ -356,12 +356,6 @@ class LLMEngine:
         """What happened to a request, under its caller's id: see `KeptTimelines.events`."""
         return self._timelines.events(request_id)
 
-    # --- tenants ----------------------------------------------------------------------------------
-
-    def set_tenants(self, tenants: TenantTable) -> None:
-        """What tenants are due, from the next step on."""
-        self._scheduler.set_tenants(tenants)
-
     # --- profiling --------------------------------------------------------------------------------
 
     def start_profile(self) -> None:
