@@ -271,6 +271,16 @@ class ServerConfig:
         "anybody who reaches the port is served",
         secret=True,
     )  # fmt: skip
+    tenants: str | None = setting(
+        None, "tenants", string,
+        "TOML file of tenants: their hashed keys, limits and shares (docs/TENANTS.md); read again on SIGHUP.",
+        "everybody is one and the same tenant",
+    )  # fmt: skip
+    public_prefix: str | None = setting(
+        None, "public-prefix", string,
+        "Text file, such as the system prompt: where a prompt begins with it, its KV is shared by all tenants.",
+        "nothing is shared between tenants",
+    )  # fmt: skip
     shutdown_timeout: float = setting(
         5.0, "shutdown-timeout", seconds,
         "Seconds that running requests get to finish after SIGTERM or Ctrl-C; 0 aborts them at once.",
@@ -285,6 +295,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.tenants is not None and self.api_keys:
+            raise ConfigError("--tenants and --api-key: give one; the tenants file has the keys")
 
 
 def check(config: Any) -> None:

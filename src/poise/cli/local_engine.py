@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from poise.config import Settings
 from poise.core.sampling_params import SamplingParams
+from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import EngineRequest, RequestDelta
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def load_local_engine(settings: Settings) -> LLMEngine:
     return load_engine(replace(settings, scheduler=settings.scheduler.without_queue_bounds()))
 
 
-def load_engine(settings: Settings) -> LLMEngine:
+def load_engine(settings: Settings, tenants: TenantTable = NO_TENANTS) -> LLMEngine:
     """Builds the engine; a model that must be pulled first shows its progress on stderr."""
     from rich.console import Console
 
@@ -43,6 +44,7 @@ def load_engine(settings: Settings) -> LLMEngine:
         settings.cache,
         settings.scheduler,
         settings.compute,
+        tenants=tenants,
         console=Console(stderr=True),
     )
 

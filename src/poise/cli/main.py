@@ -17,7 +17,7 @@ from poise.errors import ConfigError, InvalidRequestError, PoiseError
 
 VERBS = (
     *("serve", "generate", "chat", "pull", "models", "inspect", "env", "bench", "plan", "profile"),
-    *("verify", "replay"),
+    *("verify", "replay", "key", "why"),
 )
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import signal
 import socket
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from poise.config import (
     ServerConfig,
     Settings,
 )
+from poise.core.tenant import NO_TENANTS
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -69,22 +71,44 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 def _serve(settings: Settings) -> None:
     from poise.engine.async_client import InProcessClient
+    from poise.engine.secret import local_secret
     from poise.server.app import create_app
+    from poise.server.public_prefix import (
+        NOTHING_PUBLIC,
+        encode_public_prefix,
+        read_public_text,
+    )
     from poise.server.run import bind_socket, run_server
+    from poise.server.tenants import Tenants
 
+    options = settings.server
+    tenants = Tenants(Path(options.tenants)) if options.tenants else None
+    public_text = read_public_text(Path(options.public_prefix)) if options.public_prefix else None
     bound = bind_socket(settings.server.host, settings.server.port)
     set_up_logging(settings.server.log_format)
     lines: list[str] = []
 
     async def make_app() -> Starlette:
-        engine = await asyncio.to_thread(load_engine, settings)
+        table = NO_TENANTS if tenants is None else tenants.directory.table
+        engine = await asyncio.to_thread(load_engine, settings, table)
+        public_prefix = NOTHING_PUBLIC
+        if public_text is not None:
+            public_prefix = encode_public_prefix(public_text, engine.tokenizer)
         lines.extend(start_lines(engine.info, settings, url_of(bound)))
+        if tenants is not None:
+            shared = public_prefix.num_tokens
+            lines.insert(
+                -2, f"{'tenants':<12} {len(tenants.directory.callers):,}, {shared:,} public tokens"
+            )
         return create_app(
             InProcessClient.from_engine(engine),
             engine.tokenizer,
             settings.server,
             engine.metrics.registry,
             version=__version__,
+            tenants=tenants,
+            public_prefix=public_prefix,
+            secret=local_secret(),
         )
 
     run_server(
@@ -92,6 +116,7 @@ def _serve(settings: Settings) -> None:
         bound,
         shutdown_timeout=settings.server.shutdown_timeout,
         on_started=lambda: click.echo("\n".join(lines)),
+        reloads=tenants is not None,
     )
 
 
@@ -154,5 +179,6 @@ def curl_line(info: EngineInfo, settings: Settings, url: str) -> str:
             "max_tokens": 64,
         }
     ).replace("'", "'\\''")
-    key = " -H 'Authorization: Bearer KEY'" if settings.server.api_keys else ""
+    needs_key = settings.server.api_keys or settings.server.tenants
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

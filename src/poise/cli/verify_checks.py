@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from poise.cli.options import model_argument, settings_options
 from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig, Settings
 
+if TYPE_CHECKING:
+    from poise.verify.faults import Fault
+
 PIPED_WIDTH = 140
 
 
 @click.command(
     "checks",
-    epilog="Other verbs: quality (what the arithmetic costs), faults (all faults, as a matrix).",
+    epilog="Other verbs: quality (what the arithmetic costs), isolation (of tenants), faults (all faults, as a matrix).",
 )
 @model_argument
 @settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig)
@@ -68,12 +73,12 @@ def command(
 
     from poise.verify import record as records
     from poise.verify.checks import checks_named
-    from poise.verify.faults import fault_named
+    from poise.verify.faults import FAULTS, fault_named
     from poise.verify.proof import prove
     from poise.verify.report import as_json, print_proof
 
     if list_faults:
-        print_faults()
+        print_faults(FAULTS)
         return 0
     recorded = records.read(against) if against else None
     chosen = checks_named(names)
@@ -97,14 +102,12 @@ def command(
     return 0 if proof.passed else 1
 
 
-def print_faults() -> None:
+def print_faults(faults: Sequence[Fault]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from poise.verify.faults import FAULTS
-
     table = Table("fault", "what it does", "caught by", "acts in")
-    for fault in FAULTS:
+    for fault in faults:
         where = "numpy reference" if fault.in_reference else "engine, native kernels"
         table.add_row(fault.name, fault.what, fault.check, where)
     Console().print(table)

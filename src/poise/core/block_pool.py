@@ -1,14 +1,17 @@
 """A fixed number of equal KV pages: who is referenced how often, and which free page goes next.
 
-Does not know requests, tokens or what a page holds. Invariant: a page is in the free list exactly
-when nothing references it. The free list is the LRU: a freed page keeps its content there until it
-is taken again.
+Does not know requests, tokens or what a page holds. Invariant: each page is in exactly one of three
+places: referenced, blank (free, of no use), or in the order of eviction (free, its content of use until
+it is taken).
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from poise.core.eviction import PUBLIC, EvictionOrder
+from poise.core.tenant import DEFAULT_TENANT_NAME
 
 NULL_BLOCK_ID = -1
 """Stands in a block table for a page behind a sliding window: never read, never written."""
@@ -17,32 +20,38 @@ NULL_BLOCK_ID = -1
 class BlockPool:
     """Pages 0 … num_blocks-1.
 
-    free list:   next to be taken <- [ content of no use | oldest content ... newest content ]
+    free pages, next to be taken first:   [ blank ] [ in the order of eviction ]
     """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, f"a pool of {num_blocks} blocks"
         self.num_blocks = num_blocks
+        self.order = EvictionOrder(num_blocks)
         self._num_references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._blank = deque(range(num_blocks))
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._blank) + len(self.order)
 
     def is_free(self, block_id: int) -> bool:
         return self._num_references[block_id] == 0
 
-    def take(self) -> int:
-        """The least recently used free page; its old content is the caller's to forget."""
-        block_id, _ = self._free.popitem(last=False)
+    def take(self, tenant: str = DEFAULT_TENANT_NAME) -> int:
+        """A free page for a tenant, whose it is from now on; its old content is the caller's to forget."""
+        if self._blank:
+            block_id = self._blank.popleft()
+        else:
+            block_id = self.order.victim(tenant)
+            self.order.remove(block_id)
+        self.order.charge(block_id, tenant)
         self._num_references[block_id] = 1
         return block_id
 
     def share(self, block_id: int) -> None:
-        """One more reference to a page for its content; a free page leaves the free list."""
+        """One more reference to a page for its content; a free page leaves the order of eviction."""
         if self._num_references[block_id] == 0:
-            del self._free[block_id]
+            self.order.remove(block_id)
         self._num_references[block_id] += 1
 
     def release(self, block_id: int, keep_content: bool) -> None:
@@ -50,16 +59,42 @@ class BlockPool:
         assert self._num_references[block_id] > 0, f"block {block_id} is released but not held"
         self._num_references[block_id] -= 1
         if self._num_references[block_id] == 0:
-            self._free[block_id] = None
-            if not keep_content:
-                self._free.move_to_end(block_id, last=False)
+            if keep_content:
+                self.order.add(block_id)
+            else:
+                self._make_blank(block_id)
 
-    def check_invariants(self, held: Iterable[int]) -> None:
-        """Recounts everything. `held`: all entries of all block tables but the null ones."""
+    def drop_content(self, block_id: int) -> None:
+        """Nothing can find the page's content any more: if it is free, it is blank."""
+        if block_id in self.order:
+            self.order.remove(block_id)
+            self._make_blank(block_id)
+
+    def make_public(self, block_id: int) -> None:
+        """A referenced page turned out to hold a block of a public prefix."""
+        assert self._num_references[block_id] > 0, f"block {block_id} is made public but not held"
+        self.order.charge(block_id, PUBLIC)
+
+    def _make_blank(self, block_id: int) -> None:
+        self.order.credit(block_id)
+        self._blank.appendleft(block_id)
+
+    def check_invariants(
+        self, held: Iterable[int], is_leaf: Callable[[int], bool] = lambda block_id: True
+    ) -> None:
+        """Recounts everything. `held`: all entries of all block tables but the null ones; `is_leaf`
+        says of a page with content whether no cached block continues it.
+        """
         uses = Counter(held)
+        blank = set(self._blank)
         assert self.num_blocks == len(self._num_references)
+        assert len(blank) == len(self._blank), "a page is blank twice"
         for block_id, num_references in enumerate(self._num_references):
             assert num_references == uses.pop(block_id, 0), f"block {block_id}: wrong count"
-            assert (num_references == 0) == (block_id in self._free), f"block {block_id}: free?"
+            places = (num_references > 0, block_id in blank, block_id in self.order)
+            assert sum(places) == 1, f"block {block_id}: referenced, blank or kept?"
+            assert self.order.is_charged(block_id) != (block_id in blank), (
+                f"block {block_id}: whose?"
+            )
         assert not uses, f"tables name pages that do not exist: {sorted(uses)}"
-        assert len(self._free) + sum(n > 0 for n in self._num_references) == self.num_blocks
+        self.order.check_invariants(is_leaf)

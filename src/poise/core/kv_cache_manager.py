@@ -14,6 +14,7 @@ from poise.core.block_pool import NULL_BLOCK_ID, BlockPool
 from poise.core.output import KVGroupSpec
 from poise.core.prefix_cache import PrefillClaims, PrefixCache
 from poise.core.request import Request
+from poise.core.tenant import TenantTable
 
 BlockIds = tuple[tuple[int, ...], ...]
 
@@ -45,6 +46,8 @@ class KVCacheManager:
         self._slides = any(window is not None for window in self._windows)
         self.no_blocks: BlockIds = ((),) * len(groups)
         self._cache = prefix_cache
+        if prefix_cache is not None:
+            prefix_cache.watch_leaves(self.pool.order.set_leaf)
         self._claims = PrefillClaims()
         self._pending: dict[
             int, list[int]
@@ -54,6 +57,10 @@ class KVCacheManager:
     def num_pool_tokens(self) -> int:
         """Tokens that fit the pool if every group keeps all of them."""
         return self.pool.num_blocks // len(self._windows) * self.block_size
+
+    def set_tenants(self, tenants: TenantTable) -> None:
+        """Whose cached pages others can't flush, from now on."""
+        self.pool.order.set_shares(tenants.protected_share)
 
     # --- how much fits ----------------------------------------------------------------------------
 
@@ -93,7 +100,7 @@ class KVCacheManager:
         first, partial = divmod(request.num_computed_tokens, size)
         if self._cache is None:
             return None
-        self._cache.extend_hashes(request.block_hashes, request.token_ids, request.owner.cache_salt)
+        self._extend_hashes(request)
         if partial or request.needs_prompt_logprobs:
             return None
         last = (request.num_tokens - 1) // size
@@ -102,7 +109,9 @@ class KVCacheManager:
             blocks: list[int] = []
             for i in range(first, last):
                 tokens = request.token_ids[i * size : (i + 1) * size]
-                block_id = self._cache.find(group, request.block_hashes[i], tokens)
+                block_id = self._cache.find(
+                    group, request.block_hashes[i], tokens, self._salt(request, i)
+                )
                 if block_id is None and window is None:
                     last = i
                     break
@@ -125,6 +134,18 @@ class KVCacheManager:
                 for window, blocks in zip(self._windows, found)
             ),
         )
+
+    def _extend_hashes(self, request: Request) -> None:
+        assert self._cache is not None, "without a cache nothing is hashed"
+        owner = request.owner
+        self._cache.extend_hashes(
+            request.block_hashes, request.token_ids, owner.cache_salt, owner.num_public_tokens
+        )
+
+    def _salt(self, request: Request, i: int) -> bytes | None:
+        """For whom block `i` is; None: for everybody, it lies wholly inside a public prefix."""
+        owner = request.owner
+        return None if (i + 1) * self.block_size <= owner.num_public_tokens else owner.cache_salt
 
     def _last_gap(self, found: list[list[int]], first: int, last: int) -> int | None:
         """The last block before `last` that some group must see from there and lacks."""
@@ -182,7 +203,7 @@ class KVCacheManager:
         if hit is not None:
             self._take_hit(request, hit)
         for table in request.block_tables:
-            table.extend(self._take_page() for _ in range(num_new))
+            table.extend(self._take_page(request.tenant) for _ in range(num_new))
         request.num_blocks += max(0, num_new) * len(self._windows)
         return tuple(tuple(table[num_held:]) for table in request.block_tables)
 
@@ -198,8 +219,8 @@ class KVCacheManager:
         self._claims.release(request.block_hashes[first:last], request.request_id)
         request.num_computed_tokens = hit.end
 
-    def _take_page(self) -> int:
-        block_id = self.pool.take()
+    def _take_page(self, tenant: str) -> int:
+        block_id = self.pool.take(tenant)
         if self._cache is not None:
             self._cache.forget(block_id)
         return block_id
@@ -239,19 +260,26 @@ class KVCacheManager:
         first = request.num_computed_tokens // size
         last = (request.num_computed_tokens + num_tokens) // size
         if first != last:
-            self._cache.extend_hashes(
-                request.block_hashes, request.token_ids, request.owner.cache_salt
-            )
-            hashes = request.block_hashes
-            self._claims.release(hashes[first:last], request.request_id)
-            pending = self._pending.setdefault(request.request_id, [])
+            self._extend_hashes(request)
+            self._claims.release(request.block_hashes[first:last], request.request_id)
             for i in range(first, last):
-                tokens = request.token_ids[i * size : (i + 1) * size]
-                for group, table in enumerate(request.block_tables):
-                    if self._cache.register(group, table[i], hashes[i], tokens):
-                        pending.append(table[i])
+                self._register_block(request, i)
         if last < len(request.block_hashes):
             self._claims.claim(request.block_hashes[last:], request.request_id)
+
+    def _register_block(self, request: Request, i: int) -> None:
+        """Makes full block `i` findable in every group. Behind a window a block does without its parent."""
+        assert self._cache is not None, "without a cache nothing is registered"
+        size, hashes = self.block_size, request.block_hashes
+        tokens = request.token_ids[i * size : (i + 1) * size]
+        salt = self._salt(request, i)
+        pending = self._pending.setdefault(request.request_id, [])
+        for group, (window, table) in enumerate(zip(self._windows, request.block_tables)):
+            parent = hashes[i - 1] if i > 0 and window is None else None
+            if self._cache.register(group, table[i], hashes[i], tokens, salt, parent):
+                pending.append(table[i])
+                if salt is None:
+                    self.pool.make_public(table[i])
 
     def confirm_step(self, broken: Iterable[int] = ()) -> None:
         """The step returned: what it computed stays, except blocks of `broken` requests."""
@@ -274,6 +302,7 @@ class KVCacheManager:
         if self._cache is not None:
             for block_id in block_ids:
                 self._cache.forget(block_id)
+                self.pool.drop_content(block_id)
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -281,16 +310,20 @@ class KVCacheManager:
         """Recomputes everything from the block tables of the running requests."""
         running = list(running)
         tables = [table for request in running for table in request.block_tables]
-        self.pool.check_invariants(b for table in tables for b in table if b != NULL_BLOCK_ID)
+        held = [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]
+        self.pool.check_invariants(held, self._is_leaf)
         for request in running:
             lengths = {len(table) for table in request.block_tables}
             assert len(lengths) == 1, f"request {request.request_id}: tables differ in length"
             assert lengths.pop() * self.block_size >= request.num_computed_tokens
-            held = sum(b != NULL_BLOCK_ID for table in request.block_tables for b in table)
-            assert request.num_blocks == held
+            num_held = sum(b != NULL_BLOCK_ID for table in request.block_tables for b in table)
+            assert request.num_blocks == num_held
         assert self._claims.owners() <= {request.request_id for request in running}
         if self._cache is not None:
             self._cache.check_invariants()
+
+    def _is_leaf(self, block_id: int) -> bool:
+        return self._cache is None or self._cache.is_leaf(block_id)
 
 
 def _flat(blocks: BlockIds) -> Iterable[int]:

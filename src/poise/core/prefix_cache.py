@@ -6,12 +6,11 @@ Invariant: at most one page per (KV group, hash), and at most one (KV group, has
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-DIGEST_BYTES = 32
+from poise.core.block_hash import BlockHasher
 
 
 class _Entry(NamedTuple):
@@ -20,58 +19,86 @@ class _Entry(NamedTuple):
     group: int
     block_hash: bytes
     token_ids: tuple[int, ...]
+    salt: bytes | None  # for whom it was computed; None: part of a public prefix
+    parent: bytes | None
 
 
 class PrefixCache:
-    """Full blocks by identity.
-
-        hash of block i = BLAKE2b(key, parent: hash of block i-1, token ids of block i)
-        parent of block 0 = BLAKE2b(key, identity, salt)
-
-    `key` (at most 64 bytes) is secret, so that nobody can construct collisions; `identity` names
-    everything else that decides a block's bytes (model digest, KV dtype, rope …). Fields are typed
-    and length-prefixed. A hit compares the token ids as well.
+    """Full blocks by identity (`core/block_hash.py` says what a hash names); a hit compares token ids
+    and salt as well, so that not even two blocks of one hash are mistaken for each other. A block is a leaf while no cached one names it as its parent.
     """
 
     def __init__(self, *, key: bytes, identity: bytes, block_size: int, num_groups: int) -> None:
         self.block_size = block_size
-        self._key = key
-        self._identity = identity
-        self._pack_tokens = struct.Struct(f"<{block_size}I").pack
+        self._hasher = BlockHasher(key=key, identity=identity, block_size=block_size)
         self._block_by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._entry_by_block: dict[int, _Entry] = {}
+        self._num_children: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._on_leaf: Callable[[int, bool], None] = lambda block_id, is_leaf: None
 
-    def extend_hashes(self, hashes: list[bytes], token_ids: Sequence[int], salt: bytes) -> None:
+    def watch_leaves(self, on_leaf: Callable[[int, bool], None]) -> None:
+        """From now on `on_leaf` hears of each page that becomes a leaf or ceases to be one."""
+        self._on_leaf = on_leaf
+
+    def extend_hashes(
+        self, hashes: list[bytes], token_ids: Sequence[int], salt: bytes, num_public_tokens: int = 0
+    ) -> None:
         """Appends to `hashes` those of the full blocks of `token_ids` that it lacks."""
-        size = self.block_size
-        for i in range(len(hashes), len(token_ids) // size):
-            parent = hashes[-1] if hashes else self._digest(b"I", self._identity, b"S", salt)
-            tokens = self._pack_tokens(*token_ids[i * size : (i + 1) * size])
-            hashes.append(self._digest(b"P", parent, b"T", tokens))
+        self._hasher.extend(hashes, token_ids, salt, num_public_tokens)
 
-    def _digest(self, *tags_and_fields: bytes) -> bytes:
-        digest = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES)
-        for tag, field in zip(tags_and_fields[::2], tags_and_fields[1::2]):
-            digest.update(tag + len(field).to_bytes(8, "little") + field)
-        return digest.digest()
-
-    def find(self, group: int, block_hash: bytes, token_ids: Sequence[int]) -> int | None:
-        """The page that holds this block, or None."""
+    def find(
+        self,
+        group: int,
+        block_hash: bytes,
+        token_ids: Sequence[int],
+        salt: bytes | None = None,
+    ) -> int | None:
+        """The page that holds this block, or None. `salt` is None inside a public prefix."""
         block_id = self._block_by_hash[group].get(block_hash)
-        if block_id is None or self._entry_by_block[block_id].token_ids != tuple(token_ids):
+        if block_id is None:
+            return None
+        entry = self._entry_by_block[block_id]
+        if entry.token_ids != tuple(token_ids) or entry.salt != salt:
             return None
         return block_id
 
     def register(
-        self, group: int, block_id: int, block_hash: bytes, token_ids: Sequence[int]
+        self,
+        group: int,
+        block_id: int,
+        block_hash: bytes,
+        token_ids: Sequence[int],
+        salt: bytes | None = None,
+        parent: bytes | None = None,
     ) -> bool:
-        """Makes a page findable; False if another one already stands for this block."""
+        """Makes a page findable; False if another one already stands for this block.
+
+        `parent` is the hash of the block without which this one can't be found, if there is one.
+        """
         if block_hash in self._block_by_hash[group]:
             return False
         assert block_id not in self._entry_by_block, f"block {block_id} is registered twice"
         self._block_by_hash[group][block_hash] = block_id
-        self._entry_by_block[block_id] = _Entry(group, block_hash, tuple(token_ids))
+        self._entry_by_block[block_id] = _Entry(group, block_hash, tuple(token_ids), salt, parent)
+        self._on_leaf(block_id, self.is_leaf(block_id))
+        if parent is not None:
+            self._add_child(group, parent, 1)
         return True
+
+    def _add_child(self, group: int, parent: bytes, change: int) -> None:
+        counts = self._num_children[group]
+        before = counts.get(parent, 0)
+        counts[parent] = before + change
+        if before + change == 0:
+            del counts[parent]
+        parent_id = self._block_by_hash[group].get(parent)
+        if parent_id is not None and 0 in (before, before + change):
+            self._on_leaf(parent_id, before + change == 0)
+
+    def is_leaf(self, block_id: int) -> bool:
+        """Whether no cached block continues what this page holds."""
+        entry = self._entry_by_block[block_id]
+        return entry.block_hash not in self._num_children[entry.group]
 
     def holds(self, block_id: int) -> bool:
         return block_id in self._entry_by_block
@@ -81,9 +108,12 @@ class PrefixCache:
         entry = self._entry_by_block.pop(block_id, None)
         if entry is not None:
             del self._block_by_hash[entry.group][entry.block_hash]
+            self._on_leaf(block_id, True)
+            if entry.parent is not None:
+                self._add_child(entry.group, entry.parent, -1)
 
     def check_invariants(self) -> None:
-        """Both maps must be each other's inverse."""
+        """Both maps must be each other's inverse, children be counted right."""
         found = {
             block_id: (group, block_hash)
             for group, blocks in enumerate(self._block_by_hash)
@@ -92,6 +122,11 @@ class PrefixCache:
         assert sum(map(len, self._block_by_hash)) == len(found), "a page stands for two blocks"
         kept = {block_id: entry[:2] for block_id, entry in self._entry_by_block.items()}
         assert found == kept, "hash map and page map differ"
+        children = [Counter[bytes]() for _ in self._block_by_hash]
+        for entry in self._entry_by_block.values():
+            if entry.parent is not None:
+                children[entry.group][entry.parent] += 1
+        assert children == self._num_children, "children are counted wrong"
         assert all(len(e.token_ids) == self.block_size for e in self._entry_by_block.values())
 
 

@@ -66,6 +66,7 @@ class Scheduler:
         self.admission = Admission(limits, self.step_time)
         self.served = ServiceCounters(tenants)
         self._kv_cache = kv_cache
+        kv_cache.set_tenants(tenants)
         self._clock = clock
         self._requests: dict[int, Request] = {}  # all that are unfinished
         self._waiting = WaitingQueue(policy, self.served)
@@ -92,6 +93,7 @@ class Scheduler:
         """Replaces the table; what runs goes on, and counts against the new one. Raises ConfigError."""
         self._reservations.set_table(tenants)
         self.served.set_tenants(tenants)
+        self._kv_cache.set_tenants(tenants)
 
     # --- requests come and go ---------------------------------------------------------------------
 

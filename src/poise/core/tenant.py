@@ -49,6 +49,18 @@ class TenantTable:
     def __getitem__(self, name: str) -> Tenant:
         return self.tenants.get(name) or Tenant(name)
 
+    def protected_share(self, name: str) -> float:
+        """The part of the pages, 0 to 1, that others can't take from the tenant's cached prefixes: its
+        `kv_quota`, scaled down where the quotas of all together exceed the pool. A name that is not
+        in the table is protected only where nobody is in it.
+        """
+        if not self.tenants:
+            return 1.0
+        if name not in self.tenants:
+            return 0.0
+        promised = sum(tenant.kv_quota for tenant in self.tenants.values())
+        return self.tenants[name].kv_quota / max(1.0, promised)
+
 
 NO_TENANTS = TenantTable()
 """Everybody is one and the same tenant."""

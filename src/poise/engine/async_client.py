@@ -16,6 +16,7 @@ from time import monotonic_ns, thread_time_ns
 from typing import Any
 
 from poise.core.output import TokenLogprobs
+from poise.core.tenant import TenantTable
 from poise.engine.client import (
     ChoiceDelta,
     EngineInfo,
@@ -43,6 +44,7 @@ class InProcessClient:
     def __init__(self, source: LLMEngine | Callable[[], LLMEngine]) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._streams: dict[int, _Stream] = {}  # those still to be fed
+        self._keys_by_id: dict[str, set[int]] = {}
         self._num_readers = 0
         self._keys = itertools.count()
         self._draining = False
@@ -105,6 +107,10 @@ class InProcessClient:
             self._loop.call(lambda engine: engine.timeline(request_id))
         )
 
+    async def set_tenants(self, tenants: TenantTable) -> None:
+        """Replaces what the scheduler and the cache know of tenants."""
+        await asyncio.wrap_future(self._loop.call(lambda engine: engine.set_tenants(tenants)))
+
     async def start_profile(self) -> None:
         """Begins to time steps, afresh if it does so already."""
         await asyncio.wrap_future(self._loop.call(LLMEngine.start_profile))
@@ -129,6 +135,7 @@ class InProcessClient:
         key = next(self._keys)
         self._loop.submit(key, request)
         stream = self._streams[key] = _Stream()
+        self._keys_by_id.setdefault(request.request_id, set()).add(key)
         self._num_readers += 1
         self._idle.clear()
         try:
@@ -137,9 +144,21 @@ class InProcessClient:
         finally:
             if self._streams.pop(key, None) is not None:
                 self._loop.abort(key)
+            self._forget_id(request.request_id, key)
             self._num_readers -= 1
             if self._num_readers == 0:
                 self._idle.set()
+
+    def _forget_id(self, request_id: str, key: int) -> None:
+        keys = self._keys_by_id[request_id]
+        keys.discard(key)
+        if not keys:
+            del self._keys_by_id[request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request of that id in any state; its stream ends with finish reason abort."""
+        for key in self._keys_by_id.get(request_id, ()):
+            self._loop.abort(key)
 
     async def drain(self, timeout_seconds: float | None = None) -> bool:
         """Refuses new requests and waits for the running ones; False if some still run after the

@@ -6,7 +6,6 @@ Knows every constructor and no behaviour. Invariant: what it could not build lea
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from poise.engine.metrics import EngineMetrics
 from poise.engine.schedule_file import ScheduleFile
 from poise.engine.scheduling import limits_of, policy_of
 from poise.engine.scheduling_metrics import SchedulingMetrics
+from poise.engine.secret import LocalSecret, fresh_secret, local_secret
 from poise.engine.step_times import fit_key, store_fit, stored_fit
 from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
@@ -64,7 +64,15 @@ def build_engine(
             loaded.executor, loaded.kv_groups, loaded.block_size, loaded.step_cost
         )
         return assemble_engine(
-            source, cache, scheduler, checkpoint, loaded, tokenizer.result(), tenants, fit
+            source,
+            cache,
+            scheduler,
+            checkpoint,
+            loaded,
+            tokenizer.result(),
+            tenants,
+            fit,
+            local_secret(),
         )
 
 
@@ -93,17 +101,20 @@ def assemble_engine(
     tokenizer: Tokenizer,
     tenants: TenantTable = NO_TENANTS,
     fit: Fit | None = None,
+    secret: LocalSecret | None = None,
 ) -> LLMEngine:
     """An engine around an executor that is loaded; engines may share one, in turn.
 
     `fit` is where predictions of step times start from. Raises ConfigError for tenants that are promised
-    more than there is, or a recording that can't be written.
+    more than there is, or a recording that can't be written. Block hashes are keyed with `secret`, by
+    default one that is drawn here.
     """
     clock = MonotonicClock()
+    secret = secret or fresh_secret()
     prefix_cache = None
     if cache.enable_prefix_caching:
         prefix_cache = PrefixCache(
-            key=secrets.token_bytes(32),
+            key=secret.block_key,
             identity=loaded.cache_identity,
             block_size=loaded.block_size,
             num_groups=len(loaded.kv_groups),
@@ -140,7 +151,7 @@ def assemble_engine(
         vocab_size=loaded.vocab_size,
         kv_capacity_tokens=loaded.kv_cache.num_tokens,
         system_fingerprint=f"poise-v{NUMERICS_VERSION}-{loaded.fingerprint}",
-        details=dict(loaded.details),
+        details={**loaded.details, "scheduling_policy": scheduler.policy.name},
     )
     metrics = EngineMetrics(
         info.model,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from poise.core.output import TokenLogprobs
 from poise.core.request import NO_OWNER, RequestOwner
 from poise.core.sampling_params import SamplingParams
+from poise.core.tenant import TenantTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,10 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about the engine that front ends show or check against; fixed once loaded."""
+    """Facts about the engine that front ends show or check against; fixed once loaded.
+
+    `details["scheduling_policy"]` names the scheduler's policy; the others say how the model was loaded.
+    """
 
     model: str
     max_model_len: int
@@ -124,6 +128,16 @@ class EngineClient(Protocol):
         Each has `kind` (core/timeline.py lists them with their fields), `time` on the engine's clock, `seconds` since
         the request arrived and `choice`. The first is `arrived` and names the tenant.
         """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request of that id in any state: the last delta of each choice has finish reason abort. Unknown and
+        finished ids are no matter.
+        """
+        ...
+
+    async def set_tenants(self, tenants: TenantTable) -> None:
+        """Replaces what the scheduler and the cache know of tenants; requests keep what they came in with."""
         ...
 
     async def start_profile(self) -> None:

@@ -16,6 +16,7 @@ from poise.config import (
     KVCacheDtype,
     SchedulerConfig,
 )
+from poise.core.block_hash import CacheIdentity
 from poise.core.output import Executor, KVGroupSpec, WorkDone
 from poise.core.step_time import StepCost
 from poise.errors import ConfigError
@@ -27,6 +28,7 @@ from poise.executor.stored_rates import StoredRates, stored_rates
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.ops import KVShape
 from poise.machine import available_memory_bytes, default_threads
+from poise.models.config import ModelConfig
 from poise.models.families import family
 from poise.models.weights import Source
 from poise.weights.checkpoint import Checkpoint
@@ -72,6 +74,20 @@ def identity_of(model_digest: str, compute: ComputeConfig, kv_dtype: KVCacheDtyp
             f"numerics={NUMERICS_VERSION}",
         ]
     ).encode()
+
+
+def cache_identity_of(
+    model_digest: str, config: ModelConfig, compute: ComputeConfig, kv_dtype: KVCacheDtype
+) -> CacheIdentity:
+    """What decides the bytes of a KV block beside its tokens."""
+    version = ACTIVATIONS_VERSIONS[compute.activations]
+    return CacheIdentity(
+        model=model_digest,
+        arithmetic=f"activations={compute.activations}.{version} numerics={NUMERICS_VERSION}",
+        kv_dtype=KV_FORMULAS[kv_dtype],
+        rope=repr((config.rope, config.local_rope)),
+        windows=repr(config.windows),
+    )
 
 
 def fingerprint_of(identity: bytes) -> str:
@@ -137,7 +153,9 @@ def load_executor(
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         fingerprint=fingerprint_of(identity),
-        cache_identity=identity,
+        cache_identity=cache_identity_of(
+            checkpoint.digest(), config, compute, cache.kv_dtype
+        ).encode(),
         details={
             "isa": backend.variant,
             "threads": str(threads),

@@ -6,30 +6,34 @@ an X-Request-Id.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from poise.server.callers import ANYBODY, Caller
 from poise.server.http_errors import HTTPStatusError, error_response
 
 logger = logging.getLogger("poise.server")
 
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPERATOR_PATHS = frozenset({"/metrics", "/version", "/start_profile", "/stop_profile"})
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Edge:
-    """ASGI middleware. Sets `scope["state"]["request_id"]` (ours) and `["client_id"]` (theirs, or None)."""
+    """ASGI middleware. Sets `scope["state"]["request_id"]` (ours), `["client_id"]` (theirs, or None) and `["caller"]`.
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    `caller_of` tells whose a key is; None lets everybody in.
+    """
+
+    def __init__(self, app: ASGIApp, caller_of: Callable[[bytes], Caller | None] | None) -> None:
         self._app = app
-        self._api_keys = [key.encode() for key in api_keys]
+        self._caller_of = caller_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,19 +47,16 @@ class Edge:
         state["request_id"] = request_id
         state["client_id"] = None if client_id is None else client_id.decode("ascii")
         identified = _with_header(send, (b"x-request-id", client_id or request_id.encode()))
-        if self._api_keys and scope["path"] not in PUBLIC_PATHS:
+        state["caller"] = ANYBODY
+        if self._caller_of is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            right = sum(hmac.compare_digest(key.strip(), known) for known in self._api_keys)
-            if not right or scheme.lower() != b"bearer":
-                error = HTTPStatusError(
-                    401,
-                    "The API key is missing or wrong; send Authorization: Bearer KEY.",
-                    "invalid_api_key",
-                    {"WWW-Authenticate": "Bearer"},
-                )
+            caller = self._caller_of(key.strip()) if scheme.lower() == b"bearer" else None
+            error = _refusal(caller, scope["path"])
+            if error is not None:
                 response = await error_response(Request(scope), error)
                 await response(scope, receive, identified)
                 return
+            state["caller"] = caller or ANYBODY
         await self._guarded(scope, receive, identified)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +76,24 @@ class Edge:
                 raise
             response = await error_response(Request(scope), error)
             await response(scope, receive, send)
+
+
+def _refusal(caller: Caller | None, path: str) -> HTTPStatusError | None:
+    """Why a path isn't for this caller (None: no right key); None if it is."""
+    if caller is None and path not in PUBLIC_PATHS:
+        return HTTPStatusError(
+            401,
+            "The API key is missing or wrong; send Authorization: Bearer KEY.",
+            "invalid_api_key",
+            {"WWW-Authenticate": "Bearer"},
+        )
+    for_operators = path in OPERATOR_PATHS
+    if caller is not None and path not in PUBLIC_PATHS:
+        if caller.is_operator and not for_operators:
+            return HTTPStatusError(403, "An operator's key is for no requests.", "operator_key")
+        if caller.tenant is not None and for_operators and path != "/version":
+            return HTTPStatusError(403, "This takes an operator's key.", "not_an_operator")
+    return None
 
 
 def _with_header(

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from poise.engine.client import ChoiceDelta, RequestDelta
-from poise.errors import PoiseError
+from poise.errors import DeadlineError, PoiseError, QueueFullError
 from poise.server.arrivals import Arrivals, Receive, join_choice
 from poise.server.formats import (
     ChatFormat,
@@ -26,6 +27,7 @@ from poise.server.formats import (
     asked_prompt_logprobs,
 )
 from poise.server.http_errors import ClientGoneError, describe, encode_error, printable
+from poise.server.limits import Ticket
 from poise.server.protocol import Answer
 from poise.server.state import ServerState
 from poise.server.valid_request import ValidRequest
@@ -44,10 +46,18 @@ class Generation:
     """An answer in the making; starlette calls it like any response."""
 
     def __init__(
-        self, state: ServerState, request: ValidRequest, *, chat: bool, client_id: str | None
+        self,
+        state: ServerState,
+        request: ValidRequest,
+        ticket: Ticket,
+        *,
+        chat: bool,
+        client_id: str | None,
     ) -> None:
+        """`ticket` is closed when the answer has ended, however it ends."""
         self._state = state
         self._request = request
+        self._ticket = ticket
         self._chat = chat
         self._client_id = client_id
         self._tally = Tally(request)
@@ -63,6 +73,7 @@ class Generation:
     async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
         begin = time.monotonic()
         outcome: str | None = "error"
+        refused = False  # by the engine, before it made anything
         try:
             with self._state.answering():
                 async with Arrivals(
@@ -71,25 +82,54 @@ class Generation:
                     receive,
                     self._state.heartbeat_seconds,
                 ) as arrivals:
-                    if self._request.stream:
-                        await self._stream(arrivals, send)
-                    else:
-                        await self._whole(arrivals, send)
+                    await asyncio.sleep(
+                        0
+                    )  # the engine has the request before anybody can cancel it
+                    with self._booked():
+                        if self._request.stream:
+                            await self._stream(arrivals, send)
+                        else:
+                            await self._whole(arrivals, send)
             outcome = None
         except ClientGoneError:
             outcome = "disconnect"
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
+        except (QueueFullError, DeadlineError) as error:
+            if self._response_started:
+                await self._fail(error, send)
+            else:
+                outcome = error.reason
+                refused = True
+                raise
         except Exception as error:
             if not self._response_started:
                 raise  # the app answers it by its status
             await self._fail(error, send)
         finally:
+            self._settle(refused)
             total = time.monotonic() - begin
             self._state.request_log.finished(
                 self._request.request_id, self._client_id, self._tally, total, outcome
             )
+
+    def _settle(self, refused: bool) -> None:
+        """Counts and pays for what was made, and gives the caller's place back."""
+        tenant = self._ticket.caller.name
+        if refused:
+            self._state.usage.refused(tenant)
+            self._ticket.give_back()
+        else:
+            self._state.usage.answered(tenant, self._tally)
+            self._ticket.charge_answer(self._tally.num_output_tokens)
+        self._ticket.close()
+
+    def _booked(self) -> AbstractContextManager[object]:
+        request, tenant = self._request, self._ticket.caller.name
+        return self._state.requests.running(
+            tenant, request.request_id, self._client_id, request.engine_ids
+        )
 
     async def _whole(self, arrivals: Arrivals, send: Send) -> None:
         collected: dict[int, list[ChoiceDelta]] = {}

@@ -6,13 +6,20 @@ Invariant: whatever went wrong, a client reads {"error": {message, type, param, 
 from __future__ import annotations
 
 import logging
+import math
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from poise.errors import EngineDeadError, InvalidRequestError, PoiseError
+from poise.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidRequestError,
+    PoiseError,
+    QueueFullError,
+)
 
 logger = logging.getLogger("poise.server")
 
@@ -57,6 +64,11 @@ def unavailable(reason: str) -> HTTPStatusError:
     )
 
 
+def whole_seconds(seconds: float) -> str:
+    """What Retry-After says: rounded up, at least 1."""
+    return str(max(1, math.ceil(seconds)))
+
+
 def shortened(text: str, limit: int = MAX_MESSAGE_LENGTH) -> str:
     """`text`, its middle cut out where it is longer than `limit` characters."""
     if len(text) <= limit:
@@ -89,13 +101,25 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
         kind = "not_found_error" if error.status == 404 else "invalid_request_error"
         return error.status, ErrorBody(message, kind, error.param, error.code)
     if isinstance(error, HTTPStatusError):
-        kinds = {401: "authentication_error", 503: "service_unavailable"}
+        kinds = {
+            401: "authentication_error",
+            403: "permission_error",
+            429: "rate_limit_error",
+            503: "service_unavailable",
+        }
         kind = kinds.get(error.status, "invalid_request_error")
         return error.status, ErrorBody(message, kind, None, error.code)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         body = ErrorBody(shortened(error.detail), "invalid_request_error", None, code)
         return error.status_code, body
+    if isinstance(error, QueueFullError):
+        return 429, ErrorBody(message, "rate_limit_error", None, error.reason)
+    if isinstance(error, DeadlineError):
+        # 429 where it pays to come back, else 422: this request can't be had as it is
+        later = error.retry_after_seconds > 0
+        kind = "rate_limit_error" if later else "invalid_request_error"
+        return 429 if later else 422, ErrorBody(message, kind, "deadline_ms", error.reason)
     if isinstance(error, EngineDeadError):
         return 503, ErrorBody(message, "service_unavailable", None, "engine_dead")
     return 500, ErrorBody(
@@ -117,4 +141,6 @@ async def error_response(request: Request, error: Exception) -> Response:
         body.message = f"{request.method} {shortened(request.url.path, 200)}: {error.detail}."
     if isinstance(error, EngineDeadError):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, (QueueFullError, DeadlineError)) and status == 429:
+        headers["Retry-After"] = whole_seconds(error.retry_after_seconds)
     return Response(encode_error(body), status, headers, "application/json")

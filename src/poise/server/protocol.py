@@ -6,6 +6,7 @@ Plain structs, encoded by msgspec. Invariant: a field at UNSET isn't written; a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -140,3 +141,39 @@ class TokenizeAnswer(Struct):
 
 class DetokenizeAnswer(Struct):
     prompt: str
+
+
+class Cancellation(Struct):
+    """`cancelled`: the answers' ids of the requests that were running under the id asked for."""
+
+    id: str
+    cancelled: list[str]
+    object: str = "request.cancellation"
+
+
+class UsageAnswer(Struct):
+    """What a tenant has used since the server started; `refused` requests never reached the engine."""
+
+    tenant: str
+    requests: int
+    refused: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    object: str = "usage"
+
+
+class PromptTimes(Struct):
+    """One prompt of a request: where each choice's time went (`ChoiceTimes`), and its events (core/timeline.py)."""
+
+    choices: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+
+class RequestAnswer(Struct):
+    """A request that is `running` or `finished`."""
+
+    id: str
+    status: str
+    prompts: list[PromptTimes]
+    object: str = "request"

@@ -82,8 +82,13 @@ class Server(uvicorn.Server):
         making: asyncio.Future[Starlette],
         shutdown_timeout: float,
         on_started: Callable[[], None] | None,
+        reloads: bool = False,
     ) -> None:
+        """`reloads`: SIGHUP has the tenants file read again (else it ends the process, as it does by default)."""
         self._door = Door()
+        self._reloads = reloads
+        self._hung_up = False  # a SIGHUP came while there was no app
+        self._tasks: set[asyncio.Task[None]] = set()
         config = uvicorn.Config(
             self._door,
             loop="uvloop",
@@ -117,8 +122,19 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         self._door.open(making.result())
+        if self._hung_up:
+            self.reload()
         if self._on_started is not None:
             self._on_started()
+
+    def reload(self) -> None:
+        """Has the tenants file read again."""
+        if self._state is None:
+            self._hung_up = True
+            return
+        task = asyncio.ensure_future(self._state.reload_tenants())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def stop(self) -> None:
         """Begins the end; a second call ends it at once."""
@@ -135,9 +151,14 @@ class Server(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        loop = asyncio.get_running_loop()
+        if self._reloads:
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             yield
         finally:
+            if self._reloads:
+                loop.remove_signal_handler(signal.SIGHUP)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -171,15 +192,16 @@ def run_server(
     *,
     shutdown_timeout: float = 0.0,
     on_started: Callable[[], None] | None = None,
+    reloads: bool = False,
 ) -> None:
     """Makes the app on the server's event loop and serves until SIGTERM or Ctrl-C, then returns.
 
     `make_app` may load a model first: /health and /ready are answered meanwhile, other requests wait for it, a signal cancels
     it, an error of its own is raised from here. Answers get `shutdown_timeout` seconds to finish, then end with finish reason
-    abort; a second signal doesn't wait. `on_started` is called once the app is there.
+    abort; a second signal doesn't wait. `on_started` is called once the app is there. `reloads`: SIGHUP has the tenants file read again.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(make_app, bound, shutdown_timeout, on_started))
+        runner.run(_serve(make_app, bound, shutdown_timeout, on_started, reloads))
 
 
 async def _serve(
@@ -187,8 +209,10 @@ async def _serve(
     bound: socket.socket,
     shutdown_timeout: float,
     on_started: Callable[[], None] | None,
+    reloads: bool,
 ) -> None:
     making: asyncio.Future[Starlette] = asyncio.ensure_future(make_app())
-    await Server(making, shutdown_timeout, on_started).serve(sockets=[bound])
+    server = Server(making, shutdown_timeout, on_started, reloads)
+    await server.serve(sockets=[bound])
     if making.done() and not making.cancelled() and (error := making.exception()) is not None:
         raise error

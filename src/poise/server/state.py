@@ -5,16 +5,26 @@ Invariant: `num_answering` counts exactly the answers in the making; draining ne
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from starlette.requests import Request
+
 from poise.config import ServerConfig
 from poise.engine.client import EngineClient
+from poise.engine.secret import LocalSecret
 from poise.server.http_errors import unavailable
+from poise.server.limits import Limiter
 from poise.server.logprobs import TokenNames
+from poise.server.ownership import Origin
 from poise.server.prompts import PromptEncoder
+from poise.server.public_prefix import PublicPrefix
+from poise.server.request_book import RequestBook
 from poise.server.request_log import RequestLog
+from poise.server.tenants import Tenants
 from poise.server.tokenizer_protocol import Tokenizer
+from poise.server.usage import UsageLedger
 
 
 class ServerState:
@@ -26,6 +36,9 @@ class ServerState:
         tokenizer: Tokenizer,
         config: ServerConfig,
         heartbeat_seconds: float,
+        tenants: Tenants | None,
+        public_prefix: PublicPrefix,
+        secret: LocalSecret,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -34,8 +47,30 @@ class ServerState:
         self.token_names = TokenNames(tokenizer)
         self.prompts = PromptEncoder(tokenizer, client.info)
         self.request_log = RequestLog(config.log_format)
+        self.tenants = tenants
+        self.public_prefix = public_prefix
+        self.secret = secret
+        self.limiter = Limiter()
+        self.requests = RequestBook()
+        self.usage = UsageLedger()
         self.draining = False
         self.num_answering = 0
+
+    def origin(self, request: Request) -> Origin:
+        """Where an HTTP request that has just arrived comes from."""
+        return Origin(
+            caller=request.state.caller,
+            headers=request.headers,
+            arrival_time=time.monotonic(),
+            secret=self.secret,
+            public_prefix=self.public_prefix,
+            policy=self.client.info.details["scheduling_policy"],
+        )
+
+    async def reload_tenants(self) -> None:
+        """Reads the tenants file again; requests that run keep what they came in with."""
+        if self.tenants is not None and await self.tenants.reload(self.client.set_tenants):
+            self.limiter.forget(self.tenants.directory.callers)
 
     @contextmanager
     def answering(self) -> Iterator[None]:

@@ -9,11 +9,14 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from poise.core.request import RequestOwner
 from poise.core.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 from poise.engine.client import EngineInfo, EngineRequest
 from poise.errors import InvalidRequestError, ModelNotFoundError
+from poise.server.callers import Caller
 from poise.server.fields import Fields, check_number, wrong_type
 from poise.server.http_errors import shown
+from poise.server.ownership import Origin
 from poise.server.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, STREAM_OPTIONS, sift
 from poise.server.prompts import Prompt, PromptEncoder
 
@@ -31,7 +34,8 @@ SEED_BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """A request fit to run. `params[i]` belongs to `prompts[i]`; they differ in max_tokens at most.
+    """A request fit to run. `params[i]` and `owners[i]` belong to `prompts[i]`; params differ in max_tokens at most,
+    owners in the number of public tokens.
 
     `logprobs` and `prompt_logprobs` are how many alternatives to report per token (None: no logprobs). `score_only` (max_tokens 0 with
     echo or prompt_logprobs): the engine draws one token, which isn't shown.
@@ -40,6 +44,7 @@ class ValidRequest:
     request_id: str
     prompts: Sequence[Prompt]
     params: Sequence[SamplingParams]
+    owners: Sequence[RequestOwner]
     seed: int
     stream: bool
     include_usage: bool
@@ -57,15 +62,25 @@ class ValidRequest:
         """Choices per prompt."""
         return self.params[0].n
 
+    @property
+    def num_input_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """The ids of the engine's requests, one per prompt."""
+        if len(self.prompts) == 1:
+            return [self.request_id]
+        return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
+
     def engine_requests(self) -> list[EngineRequest]:
         """One request per prompt; all draw with the same seed."""
-        ids = [self.request_id]
-        if len(self.prompts) > 1:
-            ids = [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
         seed = self.seed % 2**64
         return [
-            EngineRequest(request_id, prompt.token_ids, params, seed)
-            for request_id, prompt, params in zip(ids, self.prompts, self.params, strict=True)
+            EngineRequest(request_id, prompt.token_ids, params, seed, owner)
+            for request_id, prompt, params, owner in zip(
+                self.engine_ids, self.prompts, self.params, self.owners, strict=True
+            )
         ]
 
 
@@ -85,6 +100,7 @@ async def parse_completion(
     encoder: PromptEncoder,
     info: EngineInfo,
     request_id: str,
+    origin: Origin,
     *,
     lenient: bool,
 ) -> ValidRequest:
@@ -124,12 +140,13 @@ async def parse_completion(
             f"{len(prompts)} prompts times n = {n} is {len(prompts) * n} choices, at most {MAX_CHOICES} are given.",
             "n",
         )
+    default = DEFAULT_COMPLETION_TOKENS
     fitted = [
-        _fit(params, len(prompt.token_ids), encoder, max_tokens, DEFAULT_COMPLETION_TOKENS)
+        _fit(params, "prompt", prompt, encoder, origin.caller, max_tokens, default)
         for prompt in prompts
     ]
     return _valid_request(
-        fields, request_id, prompts, fitted, dropped, lenient, echo, logprobs, score_only
+        fields, request_id, origin, prompts, fitted, dropped, lenient, echo, logprobs, score_only
     )
 
 
@@ -138,6 +155,7 @@ async def parse_chat(
     encoder: PromptEncoder,
     info: EngineInfo,
     request_id: str,
+    origin: Origin,
     *,
     lenient: bool,
 ) -> ValidRequest:
@@ -161,9 +179,9 @@ async def parse_chat(
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
     )
     prompt = await encode_chat(fields, encoder)
-    fitted = [_fit(params, len(prompt.token_ids), encoder, max_tokens, None)]
+    fitted = [_fit(params, "messages", prompt, encoder, origin.caller, max_tokens, None)]
     return _valid_request(
-        fields, request_id, [prompt], fitted, dropped, lenient, False, logprobs, False
+        fields, request_id, origin, [prompt], fitted, dropped, lenient, False, logprobs, False
     )
 
 
@@ -273,15 +291,20 @@ def _logit_bias(fields: Fields) -> dict[int, float] | None:
 
 def _fit(
     params: SamplingParams,
-    num_prompt_tokens: int,
+    name: str,
+    prompt: Prompt,
     encoder: PromptEncoder,
+    caller: Caller,
     asked: int | None,
     default: int | None,
 ) -> SamplingParams:
     """Settles max_tokens for a prompt: what was asked must fit, a default gives way."""
+    num_prompt_tokens = len(prompt.token_ids)
     left = encoder.context - num_prompt_tokens
+    _check_limits(caller, name, num_prompt_tokens, asked)
     if asked is None:
-        wanted = left if default is None else min(default, left)
+        most = caller.limits.max_output_tokens
+        wanted = min(left if size is None else size for size in (left, default, most))
         if params.min_tokens > wanted:
             raise InvalidRequestError(
                 f"min_tokens is {params.min_tokens}, but max_tokens is {wanted} by default here.",
@@ -298,9 +321,24 @@ def _fit(
     return params
 
 
+def _check_limits(caller: Caller, name: str, num_prompt_tokens: int, asked: int | None) -> None:
+    """Refuses what is more than the caller may ever ask for."""
+    for param, what, size, most in (
+        (name, "prompt tokens", num_prompt_tokens, caller.limits.max_input_tokens),
+        ("max_tokens", "output tokens", asked or 0, caller.limits.max_output_tokens),
+    ):
+        if most is not None and size > most:
+            raise InvalidRequestError(
+                f"{param} asks for {size} {what}, {caller.name} may have {most} in one request.",
+                param,
+                "tenant_limit_exceeded",
+            )
+
+
 def _valid_request(
     fields: Fields,
     request_id: str,
+    origin: Origin,
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
     dropped: tuple[str, ...],
@@ -325,10 +363,15 @@ def _valid_request(
             "prompt_logprobs aren't given in a stream; send stream: false.", "prompt_logprobs"
         )
     seed = params[0].seed
+    owner, public = origin.owner(fields), origin.public_prefix
     return ValidRequest(
         request_id=request_id,
         prompts=prompts,
         params=params,
+        owners=[
+            replace(owner, num_public_tokens=public.num_public_tokens(prompt.token_ids))
+            for prompt in prompts
+        ],
         seed=secrets.randbits(SEED_BITS) if seed is None else seed,
         stream=stream,
         include_usage=usage["include_usage"],

@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 import numpy as np
 
+from poise.core import block_hash
+from poise.core.block_hash import SALT, TOKENS, Field
 from poise.core.output import ModelRunnerOutput, SchedulerOutput
 from poise.core.prefix_cache import PrefixCache
 from poise.errors import ConfigError
@@ -77,12 +79,13 @@ class Fault:
                 yield
 
 
-def fault_named(name: str) -> Fault:
-    """Raises ConfigError for an unknown name."""
-    for fault in (*WITHOUT_FAULT, *FAULTS):
+def fault_named(name: str, faults: Sequence[Fault] | None = None) -> Fault:
+    """One of `faults`, by default of those that `poise verify` finds. Raises ConfigError for an unknown name."""
+    faults = FAULTS if faults is None else faults
+    for fault in (*WITHOUT_FAULT, *faults):
         if fault.name == name:
             return fault
-    known = ", ".join(fault.name for fault in FAULTS)
+    known = ", ".join(fault.name for fault in faults)
     raise ConfigError(f"there is no fault {name!r}; known: {known}")
 
 
@@ -245,9 +248,13 @@ def _wrong_prefix_block() -> AbstractContextManager[object]:
     original = PrefixCache.find
 
     def find(
-        self: PrefixCache, group: int, block_hash: bytes, token_ids: Sequence[int]
+        self: PrefixCache,
+        group: int,
+        block_hash: bytes,
+        token_ids: Sequence[int],
+        salt: bytes | None = None,
     ) -> int | None:
-        found = original(self, group, block_hash, token_ids)
+        found = original(self, group, block_hash, token_ids, salt)
         others = [block for block in self._block_by_hash[group].values() if block != found]
         return found if found is None or not others else others[0]
 
@@ -257,15 +264,10 @@ def _wrong_prefix_block() -> AbstractContextManager[object]:
 def _hash_without_parent() -> AbstractContextManager[object]:
     """A block's hash that leaves out what came before the block."""
 
-    def extend_hashes(
-        self: PrefixCache, hashes: list[bytes], token_ids: Sequence[int], salt: bytes
-    ) -> None:
-        size = self.block_size
-        for i in range(len(hashes), len(token_ids) // size):
-            block = self._pack_tokens(*token_ids[i * size : (i + 1) * size])
-            hashes.append(self._digest(b"T", block, b"S", salt))
+    def without_parent(parent: bytes, tokens: bytes, salt: bytes | None) -> tuple[Field, ...]:
+        return ((TOKENS, tokens), (SALT, salt or b""))
 
-    return patch.object(PrefixCache, "extend_hashes", extend_hashes)
+    return patch.object(block_hash, "block_fields", without_parent)
 
 
 def _prefix_known_by_its_first_block() -> AbstractContextManager[object]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from poise.config import CacheConfig, ComputeConfig, SchedulerConfig, Settings
 from poise.core.output import Executor, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from poise.core.request import NO_OWNER, RequestOwner
 from poise.engine.build import assemble_engine
 from poise.engine.client import EngineInfo, EngineRequest, RequestDelta
 from poise.engine.llm_engine import LLMEngine
@@ -75,8 +76,16 @@ class Run:
     answers: list[Answer | None]
     steps: Sequence[Sequence[ScheduledRequest]]
     num_preemptions: int
-    num_cached_tokens: int
+    cached_tokens: Sequence[int]  # by request, of its prompt
     num_aborted: int
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self.cached_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(item.num_tokens for step in self.steps for item in step)
 
     @property
     def most_requests(self) -> int:
@@ -111,8 +120,9 @@ class WatchedEngine:
         probes: Sequence[Probe],
         arrivals: Sequence[int] | None = None,
         aborts: dict[int, int] | None = None,
+        owner: RequestOwner = NO_OWNER,
     ) -> Run:
-        """Answers all probes. `arrivals[i]` is the step before which request i comes (default: all at
+        """Answers all probes, which are `owner`'s. `arrivals[i]` is the step before which request i comes (default: all at
         once), `aborts[i]` the number of steps after its arrival at which it is aborted.
 
         Raises TrialBrokenError where the engine fails.
@@ -128,7 +138,9 @@ class WatchedEngine:
         while step <= max(arrives, default=0) or engine.has_unfinished_requests():
             for index, probe in enumerate(probes):
                 if arrives[index] == step:
-                    request = EngineRequest(probe.name, probe.token_ids, probe.params, probe.seed)
+                    request = EngineRequest(
+                        probe.name, probe.token_ids, probe.params, probe.seed, owner
+                    )
                     engine.add_request(first + index, request)
                 if index in aborts and arrives[index] + aborts[index] == step:
                     engine.abort(first + index)
@@ -146,7 +158,7 @@ class WatchedEngine:
             [None if index in aborts else item.answer() for index, item in enumerate(collected)],
             self._watch.steps,
             engine.metrics.num_preemptions - preempted,
-            sum(item.num_cached_tokens for item in collected),
+            [item.num_cached_tokens for item in collected],
             sum(item.aborted for item in collected),
         )
 

@@ -107,6 +107,28 @@ class Trials:
         """Counts what a trial exercised; a feature that stays at 0 fails the check."""
         self.outcome.fired[feature] = self.outcome.fired.get(feature, 0) + count
 
+    def expect(
+        self,
+        varied: str,
+        setup: str,
+        where: str,
+        expected: object,
+        actual: object,
+        probes: Sequence[Probe] = (),
+    ) -> None:
+        """Holds one figure against what it must be, as if it were an answer."""
+        outcome = self.outcome
+        if varied not in outcome.varied:
+            outcome.varied.append(varied)
+        outcome.num_answers += 1
+        if expected == actual:
+            return
+        outcome.num_different += 1
+        if outcome.reproduction is None:
+            difference = Difference(where, str(expected), str(actual))
+            named = probes[0].name if probes else varied
+            outcome.reproduction = Reproduction(varied, setup, tuple(probes), named, difference)
+
     def run(
         self,
         varied: str,

@@ -10,5 +10,5 @@ from cli_fake_engine import FakeEngine
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """The engine that the verbs load while this test runs."""
     fake = FakeEngine()
-    monkeypatch.setattr("poise.cli.local_engine.load_engine", lambda settings: fake)
+    monkeypatch.setattr("poise.cli.local_engine.load_engine", lambda settings, *tenants: fake)
     return fake

@@ -93,12 +93,17 @@ def test_hashes_can_be_extended_in_any_portions() -> None:
     assert grown == hashes(cache, list(range(11)))
 
 
-def test_a_hit_compares_token_ids_too() -> None:
+def test_a_hit_compares_token_ids_and_salt_too() -> None:
     cache = prefix_cache(2)
     assert cache.register(0, 5, b"same hash", [1, 2])
     assert cache.find(0, b"same hash", [1, 2]) == 5
     assert cache.find(0, b"same hash", [1, 3]) is None
     assert not cache.register(0, 6, b"same hash", [1, 2])  # the first page stays
+    assert cache.find(0, b"same hash", [1, 2], b"") is None  # public, so not for one salt
+    assert cache.register(0, 7, b"private", [1, 2], b"one salt")
+    assert cache.find(0, b"private", [1, 2], b"one salt") == 7
+    assert cache.find(0, b"private", [1, 2], b"another") is None
+    assert cache.find(0, b"private", [1, 2]) is None
     cache.check_invariants()
     cache.forget(5)
     cache.forget(5)

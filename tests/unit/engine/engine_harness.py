@@ -154,7 +154,14 @@ def make_engine(
         policy=policy,
         tenants=tenants,
     )
-    info = EngineInfo("bytes", max_model_len, VOCAB_SIZE, num_blocks * BLOCK_SIZE, "poise-v1-test")
+    info = EngineInfo(
+        "bytes",
+        max_model_len,
+        VOCAB_SIZE,
+        num_blocks * BLOCK_SIZE,
+        "poise-v1-test",
+        {"scheduling_policy": "fcfs"},
+    )
     return LLMEngine(
         scheduler,
         executor or ScriptedExecutor(GROUPS, num_blocks, BLOCK_SIZE, VOCAB_SIZE),

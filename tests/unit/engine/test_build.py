@@ -74,7 +74,7 @@ def test_facts_come_from_what_was_loaded(build: Any) -> None:
     assert (info.model, info.max_model_len, info.vocab_size) == ("served", 100, VOCAB_SIZE)
     assert info.kv_capacity_tokens == 32 * BLOCK_SIZE
     assert info.system_fingerprint == "poise-v1-0123456789ab"
-    assert info.details == {"format": "GGUF Q4_1"}
+    assert info.details == {"format": "GGUF Q4_1", "scheduling_policy": "fcfs"}
     assert stages == ["finding some-model", "loading tiny (GGUF Q4_1)"]
     assert b'cache_dtype="bf16"' in engine.metrics.render()
     assert b'num_gpu_blocks="32"' in engine.metrics.render()

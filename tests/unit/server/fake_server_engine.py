@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from poise.config import ServerConfig
 from poise.core.output import TokenLogprobs
+from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import (
     ChoiceDelta,
     EngineInfo,
@@ -30,9 +31,12 @@ from poise.engine.client import (
     RequestDelta,
     RequestStats,
 )
+from poise.engine.secret import LocalSecret
 from poise.errors import InvalidRequestError
 from poise.server import bind_socket, create_app
+from poise.server.public_prefix import NOTHING_PUBLIC, PublicPrefix
 from poise.server.run import Server
+from poise.server.tenants import Tenants
 
 END = 256
 VOCAB_SIZE = 257
@@ -97,6 +101,7 @@ class FakeEngine:
 
     max_model_len: int = 200
     kv_capacity_tokens: int = 10_000
+    policy: str = "priority"
     script: Sequence[int] | None = None
     pace: Callable[[], Any] = lambda: asyncio.sleep(0)
     failure: Exception | None = None
@@ -111,11 +116,18 @@ class FakeEngine:
     closed: bool = False
     profiling: bool = False
     timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+    tenants: TenantTable = NO_TENANTS
 
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(
-            "fake-model", self.max_model_len, VOCAB_SIZE, self.kv_capacity_tokens, "fp_fake"
+            "fake-model",
+            self.max_model_len,
+            VOCAB_SIZE,
+            self.kv_capacity_tokens,
+            "fp_fake",
+            {"scheduling_policy": self.policy},
         )
 
     def status(self) -> EngineStatus:
@@ -127,6 +139,12 @@ class FakeEngine:
 
     async def timeline(self, request_id: str) -> list[dict[str, Any]]:
         return list(self.timelines.get(request_id, ()))
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.add(request_id)
+
+    async def set_tenants(self, tenants: TenantTable) -> None:
+        self.tenants = tenants
 
     async def start_profile(self) -> None:
         self.profiling = True
@@ -159,7 +177,8 @@ class FakeEngine:
             self.num_steps += 1
             if self.failure is not None and step >= self.fail_after:
                 raise self.failure
-            last = step + 1 == params.max_tokens or self.closed
+            ended = self.closed or request.request_id in self.cancelled
+            last = step + 1 == params.max_tokens or ended
             choices = []
             for index, decoder in enumerate(decoders):
                 token = self._token(request, index, step)
@@ -169,7 +188,7 @@ class FakeEngine:
                     logprobs = [self._logprobs(token, params.logprobs)]
                 reason: str | None = "length" if last else None
                 why: str | None = None
-                if last and self.closed:
+                if last and ended:
                     reason = "abort"
                 if last and self.error_choice and index == 0:
                     reason, why = "error", self.error_choice
@@ -203,7 +222,14 @@ class FakeEngine:
         return [None, *(self._logprobs(token, width) for token in request.prompt_token_ids[1:])]
 
 
-def fake_app(engine: FakeEngine, *, heartbeat_seconds: float = 5.0, **config: Any) -> Starlette:
+def fake_app(
+    engine: FakeEngine,
+    *,
+    heartbeat_seconds: float = 5.0,
+    tenants: Tenants | None = None,
+    public_prefix: PublicPrefix = NOTHING_PUBLIC,
+    **config: Any,
+) -> Starlette:
     """The app over a fake engine; `config` are fields of ServerConfig."""
     return create_app(
         engine,
@@ -212,6 +238,9 @@ def fake_app(engine: FakeEngine, *, heartbeat_seconds: float = 5.0, **config: An
         prometheus_client.CollectorRegistry(),
         version="9.9.9",
         heartbeat_seconds=heartbeat_seconds,
+        tenants=tenants,
+        public_prefix=public_prefix,
+        secret=LocalSecret(b"secret of the tests"),
     )
 
 
@@ -241,13 +270,15 @@ def events(text: str) -> list[Any]:
 
 
 @contextlib.asynccontextmanager
-async def real_server(app: Starlette) -> AsyncIterator[str]:
+async def real_server(app: Starlette, *, reloads: bool = False) -> AsyncIterator[str]:
     """uvicorn on a free port of the loopback, in this event loop; yields its URL."""
     bound = bind_socket("127.0.0.1", 0)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # a slow reader shows soon
     port = bound.getsockname()[1]
     started = asyncio.Event()
-    server = Server(app, 0.0, started.set)
+    made: asyncio.Future[Starlette] = asyncio.get_running_loop().create_future()
+    made.set_result(app)
+    server = Server(made, 0.0, started.set, reloads)
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         await started.wait()

@@ -98,6 +98,5 @@ def test_hang_ups_free_every_block() -> None:
         assert after == before
 
     serve(engine, scenario)
-    pool = engine._scheduler._kv_cache.pool
-    pool.check_invariants(())
-    assert pool.num_free == 64
+    engine._scheduler.check_invariants()
+    assert engine._scheduler.stats().num_free_blocks == 64
