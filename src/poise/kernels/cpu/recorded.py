@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import pairwise
 
 from poise.kernels.ops import LOGIT_TILE, Step
 
@@ -37,17 +36,25 @@ class Sizes:
 
     def add(self, step: Step, window: int | None, spared_keys: int = 0) -> None:
         """Takes a step, its keys as attention with this window sees them; `spared_keys` were served by another's pass."""
-        keys = step.positions[step.query_start[1:] - 1] + 1
-        attended = step.positions + 1
-        if window is not None:
-            keys = np.minimum(keys, window - 1 + np.diff(step.query_start))
-            attended = np.minimum(attended, window)
+        # Plain numbers: a step that decodes has few sequences, and numpy's calls would cost more than the sums.
+        positions, starts = step.positions.tolist(), step.query_start.tolist()
+        for begin, end in pairwise(starts):
+            first, rows = positions[begin], end - begin
+            if window is None:
+                self.keys_read += first + rows
+                self.keys_attended += rows * first + rows * (rows + 1) // 2
+            else:
+                growing = max(
+                    0, min(rows, window - first)
+                )  # rows that see all keys up to their own
+                self.keys_read += min(first + rows, window - 1 + rows)
+                self.keys_attended += growing * first + growing * (growing + 1) // 2
+                self.keys_attended += (rows - growing) * window
         self.steps += 1
-        self.rows += len(step.token_ids)
+        self.rows += len(positions)
         self.logit_rows += len(step.logit_rows)
         self.logit_tiles += -(-len(step.logit_rows) // LOGIT_TILE)
-        self.keys_read += int(keys.sum(dtype=np.int64)) - spared_keys
-        self.keys_attended += int(attended.sum(dtype=np.int64))
+        self.keys_read -= spared_keys
 
 
 @dataclass(frozen=True, slots=True)
