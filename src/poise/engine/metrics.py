@@ -82,6 +82,8 @@ class Histogram:
 class EngineMetrics(Collector):
     """Counters, gauges and histograms of one engine; `registry` holds nothing else.
 
+    `tenant_registry` has the families that name tenants, apart, since not everybody may read them.
+
     `cache_config` becomes the labels of `vllm:cache_config_info`.
     """
 
@@ -98,6 +100,8 @@ class EngineMetrics(Collector):
     ) -> None:
         self._work = work
         self._scheduling = scheduling
+        self.tenant_registry = CollectorRegistry(auto_describe=False)
+        self.tenant_registry.register(_TenantCollector(self))
         self._labels = {"model_name": model_name, "engine": engine}
         self._cache_config = dict(cache_config)
         # gauges, set once per step
@@ -179,6 +183,11 @@ class EngineMetrics(Collector):
         """The Prometheus text format, as `/metrics` sends it."""
         return generate_latest(self.registry)
 
+    def tenant_families(self) -> Iterable[Metric]:
+        """Those with a tenant's name among their labels."""
+        if self._scheduling is not None:
+            yield from self._scheduling.tenant_families(self._labels)
+
     def describe(self) -> Iterable[Metric]:
         return ()
 
@@ -250,3 +259,14 @@ class EngineMetrics(Collector):
         for reason in FINISH_REASONS:
             success.add_metric([*self._labels.values(), reason], self.finished[reason])
         yield success
+
+
+class _TenantCollector(Collector):
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.tenant_families()

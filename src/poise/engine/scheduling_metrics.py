@@ -22,8 +22,8 @@ class SchedulingMetrics:
         self._scheduler = scheduler
 
     def families(self, labels: Mapping[str, str]) -> Iterable[Metric]:
+        """Those that name no tenant."""
         yield self._admission(labels)
-        yield from self._tenants(labels)
         yield from self._queue(labels)
         yield _errors(
             "poise_step_time_error",
@@ -48,7 +48,8 @@ class SchedulingMetrics:
             family.add_metric([*labels.values(), decision, reason], count)
         return family
 
-    def _tenants(self, labels: Mapping[str, str]) -> Iterable[Metric]:
+    def tenant_families(self, labels: Mapping[str, str]) -> Iterable[Metric]:
+        """What each tenant holds and was served: for the operator's eyes."""
         names = [*labels, "tenant", "service_class"]
         running = GaugeMetricFamily(
             "poise_tenant_requests_running", "Requests in execution, by owner.", labels=names

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_harness import TypingExecutor, assert_idle, make_engine, request, run
+from prometheus_client import generate_latest
 
 from poise.config import SchedulerConfig
 from poise.core.clock import ManualClock
@@ -135,11 +136,13 @@ def test_decisions_and_holdings_are_metrics() -> None:
     assert (
         f'poise_admission_total{{decision="refused",{labels},reason="queued_requests"}} 1.0' in text
     )
+    assert "tenant=" not in text
+    assert "poise_queued_tokens" in text
+    text = generate_latest(engine.metrics.tenant_registry).decode()
     owner = f'{labels},service_class="interactive",tenant="default"'
     assert f"poise_tenant_kv_block_steps_total{{{owner}}} 3.0" in text
     assert f"poise_tenant_requests_running{{{owner}}} 0.0" in text
     assert f'poise_tenant_service_total{{{labels},tenant="default"}} 8.0' in text
-    assert "poise_queued_tokens" in text
 
 
 def test_a_fit_is_found_again_under_its_key(
