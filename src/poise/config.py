@@ -195,7 +195,7 @@ class SchedulerConfig:
     max_num_queued_tokens: int | None = setting(
         None, "max-num-queued-tokens", integer(0),
         "Prompt tokens that may wait; more are refused with 429 and Retry-After. 0 for no bound.",
-        "what drains in 60 seconds, by prediction",
+        "what drains in 60 seconds, by prediction, and at least 1,024 for each of max-num-seqs",
     )  # fmt: skip
 
     record_schedule: str | None = setting(

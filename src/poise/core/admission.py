@@ -161,7 +161,8 @@ class Admission:
             return self._limits.max_num_queued_tokens
         per_token = self.drain.request_seconds(load) / self.drain.mean_prompt
         tokens = int(self._limits.max_queue_seconds / per_token)
-        return max(tokens, self._limits.max_num_batched_tokens)
+        limits = self._limits
+        return max(tokens, limits.max_num_batched_tokens, limits.min_num_queued_tokens)
 
     def check_queue(self, now: float, load: Load, num_requests: int, num_tokens: int) -> None:
         """Raises QueueFullError if `num_requests` with `num_tokens` prompt tokens in all are too many."""

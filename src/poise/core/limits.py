@@ -20,8 +20,8 @@ class Limits:
     watermark: part of the pages that must stay free when a request is admitted beside others.
     num_preemptions_to_protect: after so many a request is not preempted while another can be.
     max_num_queued_reqs, max_num_queued_tokens: what may wait; None: no bound.
-    max_queue_seconds: where max_num_queued_tokens is None, as many as drain in this time by prediction;
-        None: no bound.
+    max_queue_seconds: where max_num_queued_tokens is None, as many as drain in this time by prediction,
+        but never fewer than min_num_queued_tokens; None: no bound.
     """
 
     max_num_seqs: int
@@ -35,6 +35,7 @@ class Limits:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     max_queue_seconds: float | None = None
+    min_num_queued_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) > 0

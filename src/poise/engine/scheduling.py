@@ -14,6 +14,7 @@ from poise.core.tenant import TenantTable
 
 QUEUED_PER_SEQUENCE: Final = 4  # requests that may wait for each that may run
 QUEUE_SECONDS: Final = 60.0  # prompt tokens that may wait: what drains in this time
+PROMPT_TOKENS: Final = 1024  # but always a prompt of this length for each sequence that may run
 
 
 def limits_of(config: SchedulerConfig, max_model_len: int) -> Limits:
@@ -32,6 +33,7 @@ def limits_of(config: SchedulerConfig, max_model_len: int) -> Limits:
         max_num_queued_reqs=most_requests or None,
         max_num_queued_tokens=most_tokens or None,
         max_queue_seconds=QUEUE_SECONDS if most_tokens is None else None,
+        min_num_queued_tokens=config.max_num_seqs * min(PROMPT_TOKENS, max_model_len),
     )
 
 

@@ -88,6 +88,13 @@ def test_by_default_as_many_tokens_wait_as_drain_in_the_time() -> None:
     assert len(accepted) > 20
 
 
+def test_a_slow_machine_lets_the_least_number_of_tokens_wait() -> None:
+    run = fitted(simulation(max_queue_seconds=1e-6, min_num_queued_tokens=400))
+    outcomes = [run.add(Arrival(run.clock.now(), 40, 100)) for _ in range(13)]
+    accepted = [outcome for outcome in outcomes if outcome.refusal is None]
+    assert len(accepted) == 4  # of 100 prompt tokens each
+
+
 # --- Retry-After ----------------------------------------------------------------------------------
 
 

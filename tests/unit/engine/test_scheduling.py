@@ -183,6 +183,7 @@ def test_flags_become_limits() -> None:
     limits = limits_of(SchedulerConfig(max_num_seqs=10), 99)
     assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens) == (40, None)
     assert (limits.max_queue_seconds, limits.target_itl_seconds) == (60.0, None)
+    assert limits.min_num_queued_tokens == 10 * 99
     unbounded = limits_of(SchedulerConfig().without_queue_bounds(), 99)
     assert unbounded.max_num_queued_reqs is None
     assert unbounded.max_num_queued_tokens is None
