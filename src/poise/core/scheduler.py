@@ -231,8 +231,10 @@ class Scheduler:
         self, plan: StepPlan, claims: TokenClaims, pool: Pool, request: Request
     ) -> None:
         """Admits a request within its pool's share, taking back what others borrow of it."""
+        if self.holdings.sum(pool.concerns).num_sequences >= pool.num_sequences:
+            return  # one that is in two pools has taken the place
         if self._running.is_full:
-            victim = self._victims.to_take_back("num_sequences")
+            victim = self._victims.to_take_back("num_sequences", plan.scheduled)
             if victim is None:
                 return
             self._preempt(plan, victim, "reservation", request)
@@ -245,7 +247,9 @@ class Scheduler:
         )
         is_covered = self.holdings.sum(pool.concerns).num_blocks + need <= pool.num_blocks
         while not self._running.fits(request, hit, self._running.next_need_of_oldest()):
-            victim = self._victims.to_take_back("num_blocks") if is_covered else None
+            victim = (
+                self._victims.to_take_back("num_blocks", plan.scheduled) if is_covered else None
+            )
             if victim is None:
                 return
             self._preempt(plan, victim, "reservation", request)

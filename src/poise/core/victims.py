@@ -56,12 +56,12 @@ class Victims:
         own = [r for r in self._candidates(scheduled) if r.tenant == tenant]
         return self._unprotected(own)[-1] if own else None
 
-    def to_take_back(self, part: str) -> Request | None:
+    def to_take_back(self, part: str, scheduled: Container[int]) -> Request | None:
         """The newest that borrows `part` (num_sequences or num_blocks) of somebody's pool."""
-        reservations, running = self._reservations, self._running
         if part == "num_sequences":
-            borrowers = reservations.sequence_borrowers(running)
+            borrowers = self._reservations.sequence_borrowers(self._running)
         else:
-            borrowers = reservations.block_borrowers(running)
-        borrowers = [r for r in borrowers if r is not running[0]]
+            borrowers = self._reservations.block_borrowers(self._running)
+        candidates = self._candidates(scheduled)
+        borrowers = [request for request in borrowers if request in candidates]
         return self._unprotected(borrowers)[-1] if borrowers else None

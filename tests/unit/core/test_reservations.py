@@ -232,3 +232,21 @@ def test_a_light_tenant_with_a_share_hardly_notices_one_that_floods() -> None:
     for policy in (FCFS, FAIR):  # without a share it waits for the first slot that gets free
         waits, _ = light_beside_heavy(policy, TenantTable(), flood=True)
         assert waits[18] > 10 * times[18]
+
+
+def test_who_was_admitted_in_a_step_is_not_taken_from_in_it() -> None:
+    """Requests in two pools at once: one pool's place may be gone when the next one's turn comes."""
+    table = TenantTable(
+        {"light": Tenant("light", reserved=Share(0.2))}, {"batch": Share(sequences=0.6)}
+    )
+    harness = Harness(max_num_seqs=5, tenants=table, num_blocks=40, max_num_batched_tokens=40)
+    both, batch = RequestOwner("light", "batch"), RequestOwner("heavy", "batch")
+    heavy = [harness.add([i] * 3, max_tokens=30, owner=HEAVY) for i in range(5)]
+    harness.step()
+    late = [
+        harness.add([7 + i] * 3, max_tokens=9, owner=o) for i, o in enumerate([both, batch] * 3)
+    ]
+    for _ in range(6):
+        harness.step()
+    harness.drain()
+    assert_answers([*heavy, *late])
