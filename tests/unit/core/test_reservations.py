@@ -235,18 +235,23 @@ def test_a_light_tenant_with_a_share_hardly_notices_one_that_floods() -> None:
 
 
 def test_who_was_admitted_in_a_step_is_not_taken_from_in_it() -> None:
-    """Requests in two pools at once: one pool's place may be gone when the next one's turn comes."""
+    """A pool without blocks of its own, then one that takes blocks back (found by random operations)."""
     table = TenantTable(
-        {"light": Tenant("light", reserved=Share(0.2))}, {"batch": Share(sequences=0.6)}
+        {
+            "a": Tenant("a", reserved=Share(sequences=0.25)),
+            "b": Tenant("b", reserved=Share(sequences=0.25, blocks=0.5)),
+        }
     )
-    harness = Harness(max_num_seqs=5, tenants=table, num_blocks=40, max_num_batched_tokens=40)
-    both, batch = RequestOwner("light", "batch"), RequestOwner("heavy", "batch")
-    heavy = [harness.add([i] * 3, max_tokens=30, owner=HEAVY) for i in range(5)]
+    harness = Harness(
+        max_num_seqs=4, tenants=table, num_blocks=20, caching=False, max_num_batched_tokens=100
+    )
+    heavy = harness.add([1] * 32, max_tokens=9, owner=HEAVY)
     harness.step()
-    late = [
-        harness.add([7 + i] * 3, max_tokens=9, owner=o) for i, o in enumerate([both, batch] * 3)
-    ]
-    for _ in range(6):
-        harness.step()
+    a = harness.add([2] * 24, max_tokens=4, owner=RequestOwner("a"))
+    b = harness.add([3] * 28, max_tokens=4, owner=RequestOwner("b"))
+    harness.step()
+    assert [r.status.value for r in (heavy, a, b)] == ["running", "running", "waiting"]
+    harness.step()
+    assert [r.status.value for r in (heavy, a, b)] == ["running", "preempted", "running"]
     harness.drain()
-    assert_answers([*heavy, *late])
+    assert_answers([heavy, a, b])
