@@ -32,5 +32,5 @@ def test_the_reported_seed_gives_the_answer_again() -> None:
 def test_inspect_tells_the_kv_cost() -> None:
     facts = poise("inspect", "smollm2-135m")
     assert "23,040 B/token = 22.5 KiB/token" in facts
-    assert "KV of 1,000 tokens  23,040,000 B/sequence = 21.9727 MiB/sequence" in facts
+    assert "KV of 1,000 tokens   23,040,000 B/sequence = 21.9727 MiB/sequence" in facts
     assert "210 Q4_1, 61 F32, 1 Q8_0" in facts
