@@ -1,36 +1,25 @@
-"""The engine in this process, seen from an event loop: one asynchronous stream of deltas per
-request.
+"""The engine in this process, seen from an event loop: deltas are handed to each request's reader.
 
-Owns the streams; the engine itself lives in the thread of `core_loop`. Request ids are the caller's
-and may repeat: inside, requests go by a counter. Invariant: a stream ends with a final delta or an
-error, and leaving it early aborts the request.
+Knows the readers; the engine itself lives in the thread of `core_loop`. Request ids are the caller's
+and may repeat: inside, requests go by a counter. Invariant: a reader is told a final delta or an
+error last, unless it left before, which aborts its request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic_ns, thread_time_ns
 from typing import Any
 
-from poise.core.output import TokenLogprobs
 from poise.core.tenant import TenantTable
-from poise.engine.client import (
-    ChoiceDelta,
-    EngineInfo,
-    EngineRequest,
-    EngineStatus,
-    ProfileReport,
-    RequestDelta,
-)
+from poise.engine.client import Deliver, EngineInfo, EngineRequest, EngineStatus, ProfileReport
 from poise.engine.core_loop import Delivery, EngineLoop
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.profile import profile_report, trace_events
 from poise.errors import EngineDeadError, PoiseError
-
-MAX_PENDING_DELTAS = 8
 
 
 class InProcessClient:
@@ -43,7 +32,7 @@ class InProcessClient:
 
     def __init__(self, source: LLMEngine | Callable[[], LLMEngine]) -> None:
         self._event_loop = asyncio.get_running_loop()
-        self._streams: dict[int, _Stream] = {}  # those still to be fed
+        self._readers: dict[int, Deliver] = {}  # those still to be told something
         self._keys_by_id: dict[str, set[int]] = {}
         self._num_readers = 0
         self._keys = itertools.count()
@@ -93,7 +82,7 @@ class InProcessClient:
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests whose last delta was not read yet."""
+        """Requests that their reader has not left yet."""
         return self._num_readers
 
     def render_metrics(self) -> bytes:
@@ -129,25 +118,24 @@ class InProcessClient:
             return EngineStatus(alive=True, ready=False, reason="draining")
         return status
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestDelta]:
+    def submit(self, request: EngineRequest, deliver: Deliver) -> Callable[[], None]:
         if self._draining:
             raise EngineDeadError("the engine is draining and takes no new requests")
         key = next(self._keys)
         self._loop.submit(key, request)
-        stream = self._streams[key] = _Stream()
+        self._readers[key] = deliver
         self._keys_by_id.setdefault(request.request_id, set()).add(key)
         self._num_readers += 1
         self._idle.clear()
-        try:
-            while not stream.finished:
-                yield await stream.next()
-        finally:
-            if self._streams.pop(key, None) is not None:
-                self._loop.abort(key)
-            self._forget_id(request.request_id, key)
-            self._num_readers -= 1
-            if self._num_readers == 0:
-                self._idle.set()
+        return partial(self._leave, key, request.request_id)
+
+    def _leave(self, key: int, request_id: str) -> None:
+        if self._readers.pop(key, None) is not None:
+            self._loop.abort(key)
+        self._forget_id(request_id, key)
+        self._num_readers -= 1
+        if self._num_readers == 0:
+            self._idle.set()
 
     def _forget_id(self, request_id: str, key: int) -> None:
         keys = self._keys_by_id[request_id]
@@ -189,114 +177,17 @@ class InProcessClient:
 
     def _dispatch(self, outputs: Sequence[Delivery]) -> None:
         for key, output in outputs:
-            stream = self._streams.get(key)
-            if stream is None:
+            deliver = self._readers.get(key)
+            if deliver is None:
                 continue  # left early: its abort is on the way
-            if isinstance(output, PoiseError):
-                stream.fail(output)
-                del self._streams[key]
-            else:
-                stream.put(output)
-                if output.stats is not None:
-                    del self._streams[key]
+            if isinstance(output, PoiseError) or output.stats is not None:
+                del self._readers[key]
+            deliver(output)
 
     def _fail_all(self, reason: str) -> None:
-        for stream in self._streams.values():
-            stream.fail(EngineDeadError(reason))
-        self._streams.clear()
+        readers = tuple(self._readers.values())
+        self._readers.clear()
+        for deliver in readers:
+            deliver(EngineDeadError(reason))
         self._loaded.set()
         self._stopped.set()
-
-
-class _Stream:
-    """What waits for one reader: a few deltas as they came, and past those one merged delta."""
-
-    def __init__(self) -> None:
-        self._deltas: deque[RequestDelta] = deque()
-        self._merged: _MergedDelta | None = None
-        self._error: PoiseError | None = None
-        self._wakeup = asyncio.Event()
-        self.finished = False
-
-    def put(self, delta: RequestDelta) -> None:
-        if self._merged is not None:
-            self._merged.append(delta)
-        elif len(self._deltas) >= MAX_PENDING_DELTAS:
-            self._merged = _MergedDelta(delta)
-        else:
-            self._deltas.append(delta)
-        self._wakeup.set()
-
-    def fail(self, error: PoiseError) -> None:
-        self._error = error
-        self._wakeup.set()
-
-    async def next(self) -> RequestDelta:
-        while True:
-            delta = self._take()
-            if delta is not None:
-                self.finished = delta.stats is not None
-                return delta
-            if self._error is not None:
-                raise self._error
-            self._wakeup.clear()
-            await self._wakeup.wait()
-
-    def _take(self) -> RequestDelta | None:
-        if self._deltas:
-            return self._deltas.popleft()
-        if self._merged is not None:
-            merged, self._merged = self._merged, None
-            return merged.build()
-        return None
-
-
-class _MergedDelta:
-    """Deltas of one request folded into one, in time linear in their tokens."""
-
-    def __init__(self, delta: RequestDelta) -> None:
-        self._first = delta
-        self._last = delta
-        self._choices: dict[int, _MergedChoice] = {}
-        self.append(delta)
-
-    def append(self, delta: RequestDelta) -> None:
-        self._last = delta
-        for choice in delta.choices:
-            self._choices.setdefault(choice.index, _MergedChoice()).append(choice)
-
-    def build(self) -> RequestDelta:
-        return RequestDelta(
-            request_id=self._first.request_id,
-            choices=tuple(choice.build() for choice in self._choices.values()),
-            num_cached_tokens=self._last.num_cached_tokens,
-            prompt_logprobs=self._first.prompt_logprobs,
-            stats=self._last.stats,
-        )
-
-
-class _MergedChoice:
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = None
-        self._last: ChoiceDelta | None = None
-
-    def append(self, choice: ChoiceDelta) -> None:
-        self._texts.append(choice.text)
-        self._token_ids.extend(choice.token_ids)
-        if choice.logprobs is not None:
-            self._logprobs = self._logprobs or []
-            self._logprobs.extend(choice.logprobs)
-        self._last = choice
-
-    def build(self) -> ChoiceDelta:
-        assert self._last is not None, "a merged choice holds at least one delta"
-        return ChoiceDelta(
-            index=self._last.index,
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
-            logprobs=None if self._logprobs is None else tuple(self._logprobs),
-            finish_reason=self._last.finish_reason,
-            stop_reason=self._last.stop_reason,
-        )

@@ -6,7 +6,7 @@ Invariant: per choice, exactly one delta carries a finish reason, and it is the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -106,6 +106,10 @@ class ProfileReport:
     trace: dict[str, Any]
 
 
+Deliver = Callable[[RequestDelta | Exception], None]
+"""Takes what is new for one request: a delta (the last has `stats`), or the error that ends it."""
+
+
 class EngineClient(Protocol):
     """Asynchronous face of an engine; all methods are called on the event loop's thread."""
 
@@ -114,11 +118,13 @@ class EngineClient(Protocol):
 
     def status(self) -> EngineStatus: ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[RequestDelta]:
-        """Submits the request and yields its deltas. Closing the iterator early aborts the request.
+    def submit(self, request: EngineRequest, deliver: Deliver) -> Callable[[], None]:
+        """Hands the request in; `deliver` is called with each of its deltas, on the event loop and in order.
 
-        Raises InvalidRequestError if it can never fit, QueueFullError if too much is waiting, DeadlineError if its
-        deadline can't be met, EngineDeadError if the engine has failed.
+        Instead of the last delta it may be given an error: InvalidRequestError if the request can never fit,
+        QueueFullError if too much is waiting, DeadlineError if its deadline can't be met, EngineDeadError if the engine
+        has failed (raised here if it has already). The reader calls what is returned once, when it leaves; if that is
+        early, the request is aborted.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Brings together what one HTTP request waits for: its prompts' deltas, its client hanging up, and the next heartbeat.
 
-Knows nothing of formats. Invariant: leaving the `async with` block ends every engine iterator, so an answer that
+Knows nothing of formats. Invariant: leaving the `async with` block leaves every engine request, so an answer that
 nobody will read is aborted, in whatever state it is.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -41,15 +42,19 @@ class Arrivals:
         self._failure: Exception | None = None
         self._client_gone = False
         self._heartbeat_due = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._leave: list[Callable[[], None]] = []
+        self._watch: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._last_taken = self._loop.time()
 
     async def __aenter__(self) -> Arrivals:
-        self._tasks = [asyncio.create_task(self._watch_client())]
-        for index, request in enumerate(self._requests):
-            self._tasks.append(asyncio.create_task(self._pump(index, request)))
+        self._watch = asyncio.create_task(self._watch_client())
+        try:
+            for index, request in enumerate(self._requests):
+                self._leave.append(self._client.submit(request, partial(self._deliver, index)))
+        except Exception as error:  # told by `take`, like what the engine raises later
+            self._failure = error
         self._timer = self._loop.call_later(self._heartbeat_seconds, self._beat)
         return self
 
@@ -61,9 +66,11 @@ class Arrivals:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for leave in self._leave:
+            leave()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
 
     async def take(self) -> list[tuple[int, RequestDelta]] | None:
         """New deltas as (prompt index, delta), in order; [] when a heartbeat is due; None after the last.
@@ -88,21 +95,13 @@ class Arrivals:
             self._wakeup.clear()
             await self._wakeup.wait()
 
-    async def _pump(self, index: int, request: EngineRequest) -> None:
-        stream = None
-        try:
-            stream = self._client.generate(request)
-            async for delta in stream:
-                self._pending.append((index, delta))
-                self._wakeup.set()
-            self._num_running -= 1
-        except Exception as error:
-            self._failure = self._failure or error
-        finally:
-            self._wakeup.set()
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
+    def _deliver(self, index: int, output: RequestDelta | Exception) -> None:
+        if isinstance(output, Exception):
+            self._failure = self._failure or output
+        else:
+            self._pending.append((index, output))
+            self._num_running -= output.stats is not None
+        self._wakeup.set()
 
     async def _watch_client(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

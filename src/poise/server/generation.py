@@ -82,9 +82,6 @@ class Generation:
                     receive,
                     self._state.heartbeat_seconds,
                 ) as arrivals:
-                    await asyncio.sleep(
-                        0
-                    )  # the engine has the request before anybody can cancel it
                     with self._booked():
                         if self._request.stream:
                             await self._stream(arrivals, send)

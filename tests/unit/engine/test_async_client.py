@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
-from engine_harness import TypingExecutor, assert_idle, join, make_engine, request, run
+from engine_harness import TypingExecutor, assert_idle, deltas_of, join, make_engine, request, run
 
 from poise.core.output import ModelRunnerOutput, SchedulerOutput
-from poise.engine.async_client import MAX_PENDING_DELTAS, InProcessClient
+from poise.engine.async_client import InProcessClient
 from poise.engine.client import EngineRequest, RequestDelta
 from poise.engine.llm_engine import LLMEngine
 from poise.errors import EngineDeadError, InvalidRequestError
@@ -35,7 +35,7 @@ def with_client(
 
 
 async def collect(client: InProcessClient, item: EngineRequest) -> list[RequestDelta]:
-    return [delta async for delta in client.generate(item)]
+    return [delta async for delta in deltas_of(client, item)]
 
 
 class GatedExecutor(TypingExecutor):
@@ -89,8 +89,9 @@ def test_one_thousand_random_aborts_leave_the_pool_as_it_was() -> None:
         nonlocal left_early
         num_deltas = chance.choice([0, 0, 1, 2, 3, 5, 8, 100])
         prompt = f"{number % 7} shared beginning of a prompt {number % 3}"[: chance.randint(1, 40)]
-        stream = client.generate(
-            request(prompt, n=chance.choice([1, 1, 1, 3]), max_tokens=12, ignore_eos=True, seed=1)
+        stream = deltas_of(
+            client,
+            request(prompt, n=chance.choice([1, 1, 1, 3]), max_tokens=12, ignore_eos=True, seed=1),
         )
         if num_deltas == 0:
             task = asyncio.ensure_future(anext(stream))
@@ -124,7 +125,7 @@ def test_leaving_a_stream_frees_its_blocks_within_two_steps() -> None:
 
     async def body(client: InProcessClient) -> None:
         other = asyncio.ensure_future(collect(client, request("other", max_tokens=50)))
-        stream = client.generate(request("a prompt", max_tokens=90))
+        stream = deltas_of(client, request("a prompt", max_tokens=90))
         executor.gate.release(3)
         await anext(stream)
         while executor.gate._value:  # type: ignore[attr-defined]
@@ -141,30 +142,6 @@ def test_leaving_a_stream_frees_its_blocks_within_two_steps() -> None:
 
     with_client(engine, body)
     assert_idle(engine)
-
-
-def test_a_slow_reader_gets_everything_in_few_deltas() -> None:
-    executor = GatedExecutor(b"0123456789" * 10)
-    engine = make_engine(executor)
-
-    async def body(client: InProcessClient) -> list[RequestDelta]:
-        stream = client.generate(request("p", n=2, max_tokens=80, logprobs=0))
-        executor.gate.release(1)
-        deltas = [await anext(stream)]
-        executor.gate.release(1000)
-        while engine.has_unfinished_requests() or engine._touched:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
-        return [*deltas, *[delta async for delta in stream]]
-
-    deltas = with_client(engine, body)
-    assert len(deltas) <= MAX_PENDING_DELTAS + 3
-    answers = join(deltas)
-    [expected] = run(
-        make_engine(TypingExecutor(lambda prompt: b"0123456789" * 10)),
-        request("p", n=2, max_tokens=80, logprobs=0),
-    )
-    assert answers == expected
 
 
 def test_loading_then_ready_then_draining_then_closed() -> None:
@@ -322,7 +299,7 @@ def test_an_event_loop_that_goes_away_closes_the_engine() -> None:
     engine = make_engine(executor)
 
     async def body(client: InProcessClient) -> None:
-        stream = client.generate(request(max_tokens=90))
+        stream = deltas_of(client, request(max_tokens=90))
         executor.gate.release(1)
         await anext(stream)
 

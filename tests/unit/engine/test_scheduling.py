@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_harness import TypingExecutor, assert_idle, make_engine, request, run
+from engine_harness import TypingExecutor, assert_idle, deltas_of, make_engine, request, run
 from prometheus_client import generate_latest
 
 from poise.config import SchedulerConfig
@@ -92,7 +92,7 @@ def test_a_full_queue_is_an_error_of_the_stream_and_others_go_on() -> None:
 
 
 async def collect(client: InProcessClient, item: EngineRequest) -> str:
-    return "".join([c.text async for delta in client.generate(item) for c in delta.choices])
+    return "".join([c.text async for delta in deltas_of(client, item) for c in delta.choices])
 
 
 def test_who_comes_while_a_step_runs_is_refused_without_waiting_for_it() -> None:

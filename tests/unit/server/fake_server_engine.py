@@ -24,6 +24,7 @@ from poise.core.output import TokenLogprobs
 from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import (
     ChoiceDelta,
+    Deliver,
     EngineInfo,
     EngineRequest,
     EngineStatus,
@@ -155,18 +156,31 @@ class FakeEngine:
         self.profiling = False
         return ProfileReport({"steps": 3}, {"traceEvents": []})
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestDelta]:
+    def submit(self, request: EngineRequest, deliver: Deliver) -> Callable[[], None]:
         self.requests.append(request)
         self.num_running += 1
-        finished = False
-        try:
-            async for delta in self._steps(request):
-                yield delta
-            finished = True
-        finally:
-            self.num_running -= 1
-            self.num_finished += finished
-            self.num_aborted += not finished
+        ended = False
+
+        async def run() -> None:
+            nonlocal ended
+            try:
+                async for delta in self._steps(request):
+                    if delta.stats is not None:
+                        ended = True
+                        self.num_running -= 1
+                        self.num_finished += 1
+                    deliver(delta)
+            except Exception as error:
+                deliver(error)
+
+        def leave() -> None:
+            task.cancel()
+            if not ended:
+                self.num_running -= 1
+                self.num_aborted += 1
+
+        task = asyncio.ensure_future(run())
+        return leave
 
     async def _steps(self, request: EngineRequest) -> AsyncIterator[RequestDelta]:
         params = request.params
