@@ -161,6 +161,12 @@ class LLM:
         """The engine's metrics, as prometheus_client families."""
         return list(self._engine.metrics.collect())
 
+    def reset_prefix_cache(self) -> bool:
+        """Makes the next prompts cold: nothing computed so far will be a hit. Always True: it can't fail."""
+        with self._lock:
+            self._engine.reset_prefix_cache()
+        return True
+
     def shutdown(self) -> None:
         """Frees the model; the LLM can't be used afterwards."""
         with self._lock:

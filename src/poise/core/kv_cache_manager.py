@@ -298,6 +298,11 @@ class KVCacheManager:
         for table in request.block_tables:
             self._forget(table)
 
+    def reset_prefix_cache(self) -> None:
+        """Between steps: nothing computed so far can be found any more; who holds pages keeps them."""
+        if self._cache is not None:
+            self._forget(self._cache.blocks())
+
     def _forget(self, block_ids: Iterable[int]) -> None:
         if self._cache is not None:
             for block_id in block_ids:

@@ -112,6 +112,10 @@ class PrefixCache:
             if entry.parent is not None:
                 self._add_child(entry.group, entry.parent, -1)
 
+    def blocks(self) -> list[int]:
+        """All pages that can be found."""
+        return list(self._entry_by_block)
+
     def check_invariants(self) -> None:
         """Both maps must be each other's inverse, children be counted right."""
         found = {

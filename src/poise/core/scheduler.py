@@ -95,6 +95,11 @@ class Scheduler:
         self.served.set_tenants(tenants)
         self._kv_cache.set_tenants(tenants)
 
+    def reset_prefix_cache(self) -> None:
+        """Between steps: what was computed so far is no hit for anybody from now on."""
+        assert self._in_flight is None, "a step is in flight"
+        self._kv_cache.reset_prefix_cache()
+
     # --- requests come and go ---------------------------------------------------------------------
 
     def add(self, *requests: Request) -> None:

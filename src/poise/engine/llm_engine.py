@@ -192,6 +192,10 @@ class LLMEngine:
         """Replaces the table of tenants; raises ConfigError, and changes nothing, if it promises too much."""
         self._scheduler.set_tenants(tenants)
 
+    def reset_prefix_cache(self) -> None:
+        """Makes the next prompts cold: nothing computed so far will be a hit."""
+        self._scheduler.reset_prefix_cache()
+
     @property
     def step_time(self) -> StepTimeModel:
         """How long steps take: the scheduler's model, which its steps teach."""
@@ -203,6 +207,13 @@ class LLMEngine:
             self.failure = "closed"
             self._on_close()
         self._executor = None
+
+    def check_invariants(self) -> None:
+        """Recounts queues and pages; an engine whose books are wrong is dead."""
+        try:
+            self._scheduler.check_invariants()
+        except AssertionError as error:
+            self._die(f"an invariant is broken: {_describe(error)}")
 
     # --- one step ---------------------------------------------------------------------------------
 

@@ -147,6 +147,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reload_tenants(self, table: TenantTable) -> None:
         self.harness.scheduler.set_tenants(table)
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.harness.scheduler.reset_prefix_cache()
+
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):

@@ -10,6 +10,7 @@ import pytest
 from engine_harness import TypingExecutor, assert_idle, deltas_of, join, make_engine, request, run
 
 from poise.core.output import ModelRunnerOutput, SchedulerOutput
+from poise.engine import core_loop
 from poise.engine.async_client import InProcessClient
 from poise.engine.client import EngineRequest, RequestDelta
 from poise.engine.llm_engine import LLMEngine
@@ -290,6 +291,39 @@ def test_an_idle_engine_sleeps() -> None:
         assert steps > 0
         await asyncio.sleep(0.02)
         assert client.num_steps == steps
+
+    with_client(engine, body)
+
+
+def test_an_idle_engine_checks_its_books_once_and_stops_if_they_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_loop, "IDLE_SECONDS", 0.01)
+    engine = make_engine()
+    check, num_checks = engine.check_invariants, 0
+
+    def counted() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        check()
+
+    engine.check_invariants = counted  # type: ignore[method-assign]
+
+    async def body(client: InProcessClient) -> None:
+        for turn in (1, 2):
+            await collect(client, request(max_tokens=2))
+            while num_checks < turn:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert num_checks == 2
+        assert client.status().ready
+        engine._scheduler._kv_cache.pool._blank.pop()  # a block is lost
+        await collect(client, request(max_tokens=2))
+        while client.status().alive:
+            await asyncio.sleep(0.001)
+        assert "an invariant is broken: AssertionError: block" in str(client.status().reason)
+        with pytest.raises(EngineDeadError, match="invariant"):
+            await collect(client, request())
 
     with_client(engine, body)
 

@@ -104,6 +104,17 @@ def test_an_llm_with_a_seed_draws_the_same_seeds_again() -> None:
     assert [output.seed for output in runs[0]] == [output.seed for output in runs[1]]
 
 
+def test_a_reset_prefix_cache_makes_the_next_prompt_cold() -> None:
+    llm = make_llm()
+    prompt, params = "the same prompt again and again", SamplingParams(max_tokens=3)
+    cached = [llm.generate(prompt, params)[0].num_cached_tokens for _ in range(2)]
+    assert llm.reset_prefix_cache()
+    again = llm.generate(prompt, params)[0]
+    assert cached[0] == again.num_cached_tokens == 0 < cached[1]
+    assert again.outputs[0].text == "an "
+    assert_idle(llm._engine)
+
+
 def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_running() -> None:
     llm = make_llm()
     for bad in ("", "x" * 500, {"prompt_token_ids": [99999]}, 5, [1, 2]):
