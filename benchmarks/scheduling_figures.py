@@ -40,10 +40,13 @@ def draw(figures: Mapping[str, Figures], folder: Path) -> Iterator[Path]:
 
 
 def _long_prompt(axes: Any, found: Figures) -> None:
-    for name, label in (("without", "no target"), ("with", "--target-itl-ms 40")):
+    for name, label in (
+        ("without", "no target"),
+        ("with", f"--target-itl-ms {1e3 * found['target']:.0f}"),
+    ):
         series = found[name]["series"]
         axes.plot([t for t, _ in series], [1000 * s for _, s in series], ".", label=label, ms=3)
-    axes.axhline(40, color="grey", lw=0.8)
+    axes.axhline(1e3 * found["target"], color="grey", lw=0.8)
     axes.set(
         xlabel="seconds since the long prompt came", ylabel="gap of all streams, ms", yscale="log"
     )

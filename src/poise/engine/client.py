@@ -6,7 +6,8 @@ Invariant: per choice, exactly one delta carries a finish reason, and it is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -157,3 +158,19 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Aborts what runs and stops the engine."""
         ...
+
+
+async def deltas_of(client: EngineClient, request: EngineRequest) -> AsyncIterator[RequestDelta]:
+    """For a reader of one request: its deltas as they come, or the error. Closing the iterator early aborts the request."""
+    arrived: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
+    leave = client.submit(request, arrived.put_nowait)
+    try:
+        while True:
+            output = await arrived.get()
+            if isinstance(output, Exception):
+                raise output
+            yield output
+            if output.stats is not None:
+                return
+    finally:
+        leave()

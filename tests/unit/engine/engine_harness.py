@@ -4,8 +4,7 @@ script, an engine over them.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from poise.core.prefix_cache import PrefixCache
 from poise.core.sampling_params import SamplingParams
 from poise.core.scheduler import Scheduler
 from poise.core.tenant import NO_TENANTS, TenantTable
-from poise.engine.async_client import InProcessClient
 from poise.engine.client import ChoiceDelta, EngineInfo, EngineRequest, RequestDelta
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import EngineMetrics
@@ -204,19 +202,3 @@ def assert_idle(engine: LLMEngine) -> None:
     stats = engine._scheduler.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert stats.num_free_blocks == stats.num_total_blocks
-
-
-async def deltas_of(client: InProcessClient, item: EngineRequest) -> AsyncIterator[RequestDelta]:
-    """A reader that takes one delta at a time; closing it early leaves the request."""
-    arrived: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
-    leave = client.submit(item, arrived.put_nowait)
-    try:
-        while True:
-            output = await arrived.get()
-            if isinstance(output, Exception):
-                raise output
-            yield output
-            if output.stats is not None:
-                return
-    finally:
-        leave()

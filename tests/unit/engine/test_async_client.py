@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
-from engine_harness import TypingExecutor, assert_idle, deltas_of, join, make_engine, request, run
+from engine_harness import TypingExecutor, assert_idle, join, make_engine, request, run
 
 from poise.core.output import ModelRunnerOutput, SchedulerOutput
 from poise.engine import core_loop
 from poise.engine.async_client import InProcessClient
-from poise.engine.client import EngineRequest, RequestDelta
+from poise.engine.client import EngineRequest, RequestDelta, deltas_of
 from poise.engine.llm_engine import LLMEngine
 from poise.errors import EngineDeadError, InvalidRequestError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_harness import TypingExecutor, assert_idle, deltas_of, make_engine, request, run
+from engine_harness import TypingExecutor, assert_idle, make_engine, request, run
 from prometheus_client import generate_latest
 
 from poise.config import SchedulerConfig
@@ -18,7 +18,7 @@ from poise.core.request import RequestOwner
 from poise.core.step_time import StepCost, StepShape, StepTimeModel
 from poise.core.tenant import NO_TENANTS, Share, Tenant, TenantTable
 from poise.engine.async_client import InProcessClient
-from poise.engine.client import EngineRequest, RequestDelta
+from poise.engine.client import EngineRequest, RequestDelta, deltas_of
 from poise.engine.scheduling import limits_of, policy_of
 from poise.engine.scheduling_metrics import SchedulingMetrics
 from poise.engine.step_times import FILE, LEAST_STEPS, store_fit, stored_fit
