@@ -14,7 +14,7 @@ from poise.core.request import Request
 from poise.core.reservations import TokenClaims
 from poise.core.step_time import StepShape, StepTimeModel
 
-LEAST_PREFILL: Final = 16
+LEAST_PREFILL: Final = 4
 """Prompt tokens that a step takes even if the decoding requests alone miss their target: prompts must end too."""
 
 
