@@ -18,7 +18,7 @@ def long_prompt_among_sixteen(target: float | None) -> tuple[Outcome, list[Outco
     """(the long one, the sixteen, tokens per second over the window) in virtual time."""
     truth = StepTimeModel(MACHINE)
     run = Simulation(
-        Hardware(2000, truth=truth),
+        Hardware(3000, truth=truth),
         Limits(64, 512, 10_000, target_itl_seconds=target),
         step_time=StepTimeModel(StepCost(4e-3, 4e-4, 1e-8, 1e-4)),  # wrong by half, to begin with
     )
@@ -51,7 +51,7 @@ def test_a_target_keeps_the_streams_going_while_a_long_prompt_is_computed() -> N
     stalled, flowing = gaps_during(free, free_streams), gaps_during(held, held_streams)
     assert stalled[len(stalled) // 2] > 0.4  # the stall, without a target
     assert flowing[int(len(flowing) * 0.99)] <= 2 * 0.04
-    assert flowing[len(flowing) // 2] <= 0.046  # 12 prompt tokens would fit, 16 is the least
+    assert flowing[len(flowing) // 2] <= 0.041  # 12 prompt tokens fit beside 16 streams
     assert held_rate < free_rate  # what it costs; the 2-core figures are in docs/SCHEDULING.md
 
 
