@@ -84,7 +84,9 @@ class Request:
     num_steps: int = 0  # that gave it rows
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of these, that became tokens of the answer
-    num_uncached_tokens: int = 0  # the last computed ones: accepted drafts, not offered to the cache yet
+    num_uncached_tokens: int = (
+        0  # the last computed ones: accepted drafts, not offered to the cache yet
+    )
     wait_causes: tuple[float, ...] = ()  # the scheduler's `WaitCauses` when it joined the queue
     queued_time: float = 0.0  # when it joined it, the first time or again
 

@@ -82,7 +82,9 @@ class Scheduler:
         self._running = RunningRequests(kv_cache, limits, self._reservations)
         self.holdings = self._running.holdings
         self._drafting = None if drafter is None else Drafting(self._running, limits, drafter)
-        self._with_accepted: list[Request] = []  # whose accepted drafts the cache has not been offered
+        self._with_accepted: list[
+            Request
+        ] = []  # whose accepted drafts the cache has not been offered
         self._intake = Intake(limits, kv_cache, self._reservations, self.admission)
         self._victims = Victims(
             limits, policy, self.served, self._reservations, self._running.requests

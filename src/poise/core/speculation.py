@@ -52,6 +52,31 @@ class Speculation:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationOffer:
+    """What an engine can do. `default` goes for requests that say nothing; None: they don't speculate."""
+
+    default: Speculation | None = None
+    methods: tuple[Method, ...] = ("ngram", "suffix")
+    acceptances: tuple[Acceptance, ...] = ("coupled",)
+
+    def resolve(self, given: Mapping[str, Any] | Literal[False] | None) -> Speculation | None:
+        """As `resolve_speculation`, and refused where the engine can't."""
+        speculation = resolve_speculation(given, self.default)
+        if speculation is not None:
+            for name, value, offered in (
+                ("method", speculation.method, self.methods),
+                ("acceptance", speculation.acceptance, self.acceptances),
+            ):
+                if value not in offered:
+                    raise InvalidRequestError(
+                        f"speculative.{name} is {value!r}, this engine "
+                        f"offers {' and '.join(offered) or 'none'}",
+                        "speculative",
+                    )
+        return speculation
+
+
 FIELDS: Final = tuple(field.name for field in fields(Speculation))
 
 
@@ -92,7 +117,9 @@ def resolve_speculation(
 
 
 def _refuse(name: str, value: object, expected: str) -> None:
-    raise InvalidRequestError(f"speculative.{name} is {value!r}, expected {expected}", "speculative")
+    raise InvalidRequestError(
+        f"speculative.{name} is {value!r}, expected {expected}", "speculative"
+    )
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

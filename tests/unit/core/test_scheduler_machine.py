@@ -218,10 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.added:
             outcome = self.harness.outcomes[request.request_id]
             alone = answer_alone(request)
-            if (
-                request.finish_reason in ("abort", "deadline")
-                or request.request_id in self.ended
-            ):
+            if request.finish_reason in ("abort", "deadline") or request.request_id in self.ended:
                 assert alone.token_ids[: len(outcome.token_ids)] == outcome.token_ids
                 continue
             assert outcome.token_ids == alone.token_ids
