@@ -64,7 +64,11 @@ def build_engine(
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
         loaded = load_executor(checkpoint, cache, scheduler, compute)
         fit = stored_fit(_fit_key(loaded)) or probe(
-            loaded.executor, loaded.kv_groups, loaded.block_size, loaded.step_cost
+            loaded.executor,
+            loaded.kv_groups,
+            loaded.block_size,
+            loaded.step_cost,
+            min(scheduler.max_num_batched_tokens, loaded.max_model_len - 1),
         )
         return assemble_engine(
             source,
