@@ -22,6 +22,7 @@ from rich.progress import Progress
 
 from poise.config import Activations, CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.sampling_params import SamplingParams
+from poise.core.speculation import resolve_speculation
 from poise.engine.client import EngineInfo, EngineRequest
 from poise.engine.input_processor import resolve_seed
 from poise.engine.llm_engine import LLMEngine
@@ -74,9 +75,11 @@ class LLM:
         threads: int | None = None,
         activations: Activations = "int8",
         enable_shared_prefix_attention: bool = True,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> None:
         from poise.engine.build import build_engine  # needs the native kernels; the rest doesn't
 
+        speculation = resolve_speculation(speculative_config, None)
         console = Console(stderr=True) if sys.stderr.isatty() else None
         engine = build_engine(
             ModelSource(model, served_model_name, offline, load_format),
@@ -85,6 +88,7 @@ class LLM:
                 max_num_seqs, max_num_batched_tokens, max_model_len
             ).without_queue_bounds(),
             ComputeConfig(threads, activations, enable_shared_prefix_attention),
+            speculation=speculation,
             console=console,
         )
         self._start(engine, seed)

@@ -34,6 +34,11 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._blank) + len(self.order)
 
+    @property
+    def num_blank(self) -> int:
+        """Free pages whose content is of no use."""
+        return len(self._blank)
+
     def is_free(self, block_id: int) -> bool:
         return self._num_references[block_id] == 0
 

@@ -46,6 +46,14 @@ def scripted_token(
     return token_id
 
 
+def scripted_draft(
+    token_ids: Sequence[int], sampling: EngineSampling, num_prompt_tokens: int, vocab_size: int
+) -> int:
+    """A guess at the next token that is right three times in four, and for min_tokens a little less."""
+    token_id = scripted_token(token_ids, sampling, num_prompt_tokens, vocab_size)
+    return token_id if sum(token_ids) % 4 else (token_id + 1) % vocab_size
+
+
 @dataclass(slots=True)
 class _Held:
     """One request. `prefixes[p]` names the tokens at 0 … p: what the slot of p must hold."""
@@ -56,6 +64,15 @@ class _Held:
     sampling: EngineSampling
     block_tables: list[list[int]]
     end: int = 0  # positions before it have their KV in pages
+    num_drafts: int = 0  # of token_ids, the last ones, while a step runs
+
+    def take_drafts(self) -> list[int]:
+        """The drafts, which are then no longer among the tokens."""
+        cut = len(self.token_ids) - self.num_drafts
+        drafts = self.token_ids[cut:]
+        del self.token_ids[cut:], self.prefixes[cut:]
+        self.num_drafts = 0
+        return drafts
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -85,12 +102,13 @@ class ScriptedExecutor:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step; raises ContractViolationError if it could not be computed right."""
         self._take_requests(output)
-        if sum(item.num_tokens for item in output.scheduled) != output.num_tokens:
+        if sum(item.num_rows for item in output.scheduled) != output.num_tokens:
             raise ContractViolationError(
                 f"num_tokens is {output.num_tokens}, the rows are not as many"
             )
         for item in output.scheduled:
             self._check_rows(item)
+            self._append_drafts(item)
         self._write(output)
         if self.fail_next:
             self.fail_next = False
@@ -121,6 +139,9 @@ class ScriptedExecutor:
             tables = self._held[item.request_id].block_tables
             for table, block_ids in zip(tables, item.new_block_ids, strict=True):
                 table.extend(block_ids)
+            if item.num_drafts:
+                for table, block_ids in zip(tables, item.draft_block_ids, strict=True):
+                    table.extend(block_ids)
 
     def _check_rows(self, item: ScheduledRequest) -> None:
         held = self._held[item.request_id]
@@ -134,11 +155,28 @@ class ScriptedExecutor:
             raise ContractViolationError(f"{name}: a jump from {held.end} that is no prefix hit")
         if item.start < held.end:
             raise ContractViolationError(f"{name}: computed up to {held.end} already")
+        if item.num_drafts and not item.samples:
+            raise ContractViolationError(f"{name}: drafts, but no token is drawn")
+        if len(item.draft_token_ids) not in (0, item.num_drafts):
+            raise ContractViolationError(f"{name}: {item.num_drafts} drafts are announced")
         for table in held.block_tables:
-            if len(table) * self._block_size < end:
+            if len(table) * self._block_size < end + item.num_drafts:
                 raise ContractViolationError(f"{name}: a block table of {len(table)} blocks")
             if any(b != NULL_BLOCK_ID and not 0 <= b < self._num_blocks for b in table):
                 raise ContractViolationError(f"{name}: a block id outside the pool")
+
+    def _append_drafts(self, item: ScheduledRequest) -> None:
+        """Drafts stand behind the known tokens until the step's tokens are drawn."""
+        held = self._held[item.request_id]
+        held.num_drafts = item.num_drafts
+        for place in range(item.num_drafts):
+            held.append(
+                item.draft_token_ids[place]
+                if item.draft_token_ids
+                else scripted_draft(
+                    held.token_ids, held.sampling, held.num_prompt_tokens, self._vocab_size
+                )
+            )
 
     def _write(self, output: SchedulerOutput) -> None:
         """All rows' KV. Each slot is written once, and none that an earlier step made visible."""
@@ -147,7 +185,7 @@ class ScriptedExecutor:
         for item in output.scheduled:
             held = self._held[item.request_id]
             for group, position, slot in self._visible_slots(
-                held, item.start, item.start + item.num_tokens
+                held, item.start, item.start + item.num_rows
             ):
                 if position < item.start:
                     continue
@@ -181,7 +219,8 @@ class ScriptedExecutor:
     def _attend(self, item: ScheduledRequest) -> None:
         held = self._held[item.request_id]
         held.end = item.start + item.num_tokens
-        for group, position, slot in self._visible_slots(held, item.start, held.end):
+        end = item.start + item.num_rows
+        for group, position, slot in self._visible_slots(held, item.start, end):
             if self._slots.get(slot) != (group, held.prefixes[position]):
                 raise ContractViolationError(
                     f"request {item.request_id}, group {group}: page {slot[0]} holds something else "
@@ -196,6 +235,7 @@ class ScriptedExecutor:
         for item in output.scheduled:
             held = self._held[item.request_id]
             params = held.sampling.params
+            drafts = held.take_drafts()
             if params.prompt_logprobs is not None:
                 last = min(item.start + item.num_tokens, held.num_prompt_tokens - 1)
                 prompt_logprobs[item.request_id] = [
@@ -206,14 +246,33 @@ class ScriptedExecutor:
             if item.request_id in self.broken:
                 broken.add(item.request_id)
                 continue
-            token_id = scripted_token(
-                held.token_ids, held.sampling, held.num_prompt_tokens, self._vocab_size
-            )
-            held.append(token_id)
-            token_ids[item.request_id] = [token_id]
+            drawn = token_ids[item.request_id] = self._draw(held, drafts)
             if params.logprobs is not None:
-                logprobs[item.request_id] = [self._logprob(held, len(held.token_ids) - 1)]
+                logprobs[item.request_id] = [
+                    self._logprob(held, len(held.token_ids) - place)
+                    for place in range(len(drawn), 0, -1)
+                ]
+            if item.num_drafts:
+                self._settle(held, len(drawn) - 1)
         return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, frozenset(broken))
+
+    def _draw(self, held: _Held, drafts: Sequence[int]) -> list[int]:
+        """Tokens up to the first that is not the draft in its place."""
+        drawn: list[int] = []
+        while drawn == list(drafts[: len(drawn)]) and len(drawn) <= len(drafts):
+            drawn.append(
+                scripted_token(
+                    held.token_ids, held.sampling, held.num_prompt_tokens, self._vocab_size
+                )
+            )
+            held.append(drawn[-1])
+        return drawn
+
+    def _settle(self, held: _Held, num_accepted: int) -> None:
+        """Accepted drafts have their KV in pages; pages past it are no longer the request's."""
+        held.end += num_accepted
+        for table in held.block_tables:
+            del table[-(-held.end // self._block_size) :]
 
     def _logprob(self, held: _Held, position: int) -> TokenLogprobs:
         """A made-up value that only the prefix decides."""

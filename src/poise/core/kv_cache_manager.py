@@ -250,6 +250,47 @@ class KVCacheManager:
         first = request.num_computed_tokens // self.block_size
         self._claims.release(request.block_hashes[first:], request.request_id)
 
+    # --- drafts -----------------------------------------------------------------------------------
+
+    def num_draft_tokens(self, request: Request, most: int) -> int:
+        """How many tokens past the known ones, up to `most`, its pages and blank ones can hold."""
+        num_blocks = len(request.block_tables[0]) + self.pool.num_blank // len(self._windows)
+        return max(0, min(most, num_blocks * self.block_size - request.num_tokens))
+
+    def allocate_drafts(self, request: Request, num_drafts: int) -> BlockIds:
+        """Blank pages for tokens past the known ones; returns what each table gained."""
+        num_held = len(request.block_tables[0])
+        num_new = self.num_new_blocks(request, request.num_tokens + num_drafts)
+        num_new = max(0, num_new // len(self._windows))
+        if num_new == 0:
+            return self.no_blocks
+        assert num_new * len(self._windows) <= self.pool.num_blank, "drafts evict nothing"
+        for table in request.block_tables:
+            table.extend(self._take_page(request.tenant) for _ in range(num_new))
+        request.num_blocks += num_new * len(self._windows)
+        return tuple(tuple(table[num_held:]) for table in request.block_tables)
+
+    def trim(self, request: Request) -> None:
+        """Gives back pages past the computed tokens: rejected drafts wrote there."""
+        num_kept = -(-request.num_computed_tokens // self.block_size)
+        for table in request.block_tables:
+            for block_id in reversed(table[num_kept:]):
+                self._release(block_id)
+                request.num_blocks -= 1
+            del table[num_kept:]
+
+    def register_accepted(self, request: Request) -> None:
+        """Blocks that accepted drafts have made full can be hit from now on."""
+        size = self.block_size
+        first = (request.num_computed_tokens - request.num_uncached_tokens) // size
+        last = request.num_computed_tokens // size
+        request.num_uncached_tokens = 0
+        if self._cache is None or first == last:
+            return
+        self._extend_hashes(request)
+        for i in range(first, last):
+            self._register_block(request, i)
+
     # --- what a step adds to the cache ------------------------------------------------------------
 
     def register_scheduled(self, request: Request, num_tokens: int) -> None:
@@ -262,24 +303,31 @@ class KVCacheManager:
         if first != last:
             self._extend_hashes(request)
             self._claims.release(request.block_hashes[first:last], request.request_id)
+            pending = self._pending.setdefault(request.request_id, [])
             for i in range(first, last):
-                self._register_block(request, i)
+                pending += self._register_block(request, i)
         if last < len(request.block_hashes):
             self._claims.claim(request.block_hashes[last:], request.request_id)
 
-    def _register_block(self, request: Request, i: int) -> None:
-        """Makes full block `i` findable in every group. Behind a window a block does without its parent."""
+    def _register_block(self, request: Request, i: int) -> list[int]:
+        """Makes full block `i` findable in every group; returns the pages that nobody had before.
+
+        Behind a window a block does without its parent.
+        """
         assert self._cache is not None, "without a cache nothing is registered"
         size, hashes = self.block_size, request.block_hashes
         tokens = request.token_ids[i * size : (i + 1) * size]
         salt = self._salt(request, i)
-        pending = self._pending.setdefault(request.request_id, [])
+        registered = []
         for group, (window, table) in enumerate(zip(self._windows, request.block_tables)):
             parent = hashes[i - 1] if i > 0 and window is None else None
+            if table[i] == NULL_BLOCK_ID:
+                continue  # behind the window before it was offered
             if self._cache.register(group, table[i], hashes[i], tokens, salt, parent):
-                pending.append(table[i])
+                registered.append(table[i])
                 if salt is None:
                     self.pool.make_public(table[i])
+        return registered
 
     def confirm_step(self, broken: Iterable[int] = ()) -> None:
         """The step returned: what it computed stays, except blocks of `broken` requests."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from poise.core.sampling_params import SamplingParams
+from poise.core.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class EngineSampling:
     """Sampling parameters resolved for one choice: seed drawn, stop ids joined, bad words tokenised.
 
     `stop_token_ids` end the answer (EOS ids are in it unless ignore_eos); `min_tokens` bans exactly these.
-    `seed` is 0 … 2**64-1.
+    `seed` is 0 … 2**64-1. `speculation` None: nothing is drafted.
     """
 
     params: SamplingParams
@@ -34,6 +35,7 @@ class EngineSampling:
     choice: int
     stop_token_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,20 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """Rows of one request in this step: `num_tokens` tokens from absolute position `start`.
+    """Rows of one request in this step: `num_tokens` known tokens from absolute position `start`, then drafts.
+
+        rows   | known tokens ......... | drafts ......... |
+               start                    start + num_tokens start + num_rows
 
     `new_block_ids` (one tuple per KV group) are appended to the block tables the executor holds; empty for a
-    request that is in `new_requests` of the same step. The last row samples iff `samples` (it is the last
-    known token); the executor then appends the drawn token to the tokens it knows.
+    request that is in `new_requests` of the same step. The row of the last token samples iff `samples` (it is the
+    last known one); the executor then appends the drawn token to the tokens it knows.
+
+    Only a request that samples has drafts, and then the row of each draft samples too, as if the drafts before it
+    were known: its draw counts while all drafts before it equal what was drawn for them. `draft_token_ids`
+    are the `num_drafts` drafts, or empty: the executor makes them. `draft_block_ids` are appended after
+    `new_block_ids`. When the step has returned, scheduler and executor alike drop the pages of a request with
+    drafts that lie past its last token but one, the last whose KV is computed.
     """
 
     request_id: int
@@ -65,11 +76,21 @@ class ScheduledRequest:
     num_tokens: int
     new_block_ids: tuple[tuple[int, ...], ...]
     samples: bool
+    num_drafts: int = 0
+    draft_token_ids: tuple[int, ...] = ()
+    draft_block_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. `removed_request_ids` (finished, aborted, preempted) are forgotten before anything else."""
+    """One step. `removed_request_ids` (finished, aborted, preempted) are forgotten before anything else.
+
+    `num_tokens` are all rows, those of drafts included.
+    """
 
     step: int
     removed_request_ids: Sequence[int]
@@ -92,7 +113,7 @@ class TokenLogprobs:
 class ModelRunnerOutput:
     """What a step produced, by request id.
 
-    `token_ids`: tokens drawn (absent for a request that did not sample). `logprobs`: one entry per drawn token, for
+    `token_ids`: tokens drawn (absent for a request that did not sample): accepted drafts, then one more. `logprobs`: one entry per drawn token, for
     requests that asked. `prompt_logprobs`: entries for prompt positions start+1 … (a row at position p scores token p+1).
     `broken`: requests whose logits held a NaN or +Inf; no token was drawn.
     """

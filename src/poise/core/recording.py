@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from poise.core.clock import Clock
+from poise.core.drafting import Draft, Drafter, DraftRoom
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.limits import Limits
 from poise.core.output import (
@@ -29,7 +30,8 @@ from poise.core.request import Request, RequestOwner
 from poise.core.sampling_params import SamplingParams
 from poise.core.scheduler import Scheduler
 from poise.core.scheduler_records import RequestUpdate
-from poise.core.step_time import Fit, StepCost, StepTimeModel
+from poise.core.speculation import Speculation
+from poise.core.step_time import Fit, StepCost, StepShape, StepTimeModel
 from poise.core.tenant import Share, Tenant, TenantTable
 from poise.errors import PoiseError
 
@@ -58,7 +60,9 @@ class SchedulerSetup:
     def step_time(self) -> StepTimeModel:
         return StepTimeModel(self.step_cost, self.groups, self.fit)
 
-    def scheduler(self, kv_cache: KVCacheManager, clock: Clock) -> Scheduler:
+    def scheduler(
+        self, kv_cache: KVCacheManager, clock: Clock, drafter: Drafter | None = None
+    ) -> Scheduler:
         """One like that, over pages of that size and number."""
         return Scheduler(
             kv_cache,
@@ -67,6 +71,7 @@ class SchedulerSetup:
             policy=POLICIES[self.policy],
             tenants=self.tenants,
             step_time=self.step_time(),
+            drafter=drafter,
         )
 
     def as_line(self) -> Line:
@@ -104,6 +109,26 @@ class RecordingClock:
         return self.reads[-1]
 
 
+class RecordingDrafter:
+    """Asks another drafter and remembers what it said."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.drafts: list[Draft] = []
+
+    def draft(
+        self, rooms: Sequence[DraftRoom], shape: StepShape, step_time: StepTimeModel
+    ) -> Sequence[Draft]:
+        self.drafts = list(self._drafter.draft(rooms, shape, step_time))
+        return self.drafts
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self._drafter.observe(request, num_drafts, num_accepted)
+
+    def forget(self, request: Request) -> None:
+        self._drafter.forget(request)
+
+
 class RecordingScheduler(Scheduler):
     """A scheduler whose every call becomes a line, written when the call has returned or raised."""
 
@@ -113,7 +138,9 @@ class RecordingScheduler(Scheduler):
         kv_cache: KVCacheManager,
         clock: Clock,
         write: Callable[[Line], None],
+        drafter: Drafter | None = None,
     ) -> None:
+        self._recording_drafter = None if drafter is None else RecordingDrafter(drafter)
         self._recording_clock = RecordingClock(clock)
         self._write = write
         self._is_inside = False  # of a call that is being recorded: what that one calls is its own
@@ -124,6 +151,7 @@ class RecordingScheduler(Scheduler):
             policy=POLICIES[setup.policy],
             tenants=setup.tenants,
             step_time=setup.step_time(),
+            drafter=self._recording_drafter,
         )
         write({**setup.as_line(), "reads": self._take_reads()})
 
@@ -155,6 +183,14 @@ class RecordingScheduler(Scheduler):
         line = {"call": "abort", "ids": ids, "reason": reason}
         return self._record(lambda: super(RecordingScheduler, self).abort(ids, reason), line, _ids)
 
+    def end_at(self, request_id: int, num_output_tokens: int) -> None:
+        line = {"call": "end_at", "id": request_id, "output_tokens": num_output_tokens}
+        self._record(
+            lambda: super(RecordingScheduler, self).end_at(request_id, num_output_tokens),
+            line,
+            _nothing,
+        )
+
     def end_overdue(self) -> list[Request]:
         return self._record(super().end_overdue, {"call": "end_overdue"}, _ids)
 
@@ -163,7 +199,16 @@ class RecordingScheduler(Scheduler):
         self._record(lambda: super(RecordingScheduler, self).set_tenants(tenants), line, _nothing)
 
     def schedule(self) -> SchedulerOutput:
-        return self._record(super().schedule, {"call": "schedule"}, step_digest)
+        line: Line = {"call": "schedule"}
+
+        def schedule() -> SchedulerOutput:
+            output = super(RecordingScheduler, self).schedule()
+            if self._recording_drafter is not None and self._recording_drafter.drafts:
+                line["drafts"] = [[n, list(ids)] for n, ids in self._recording_drafter.drafts]
+                self._recording_drafter.drafts = []
+            return output
+
+        return self._record(schedule, line, step_digest)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         line = {"call": "update", "result": _result_line(result)}
@@ -192,19 +237,42 @@ class ReplayClock:
         return self.reads.popleft()
 
 
+class ReplayDrafter:
+    """Says what was said then."""
+
+    def __init__(self) -> None:
+        self.drafts: list[Draft] = []
+
+    def draft(
+        self, rooms: Sequence[DraftRoom], shape: StepShape, step_time: StepTimeModel
+    ) -> Sequence[Draft]:
+        if len(rooms) != len(self.drafts):
+            raise ReplayError(
+                f"{len(rooms)} requests may draft, {len(self.drafts)} might when this was recorded"
+            )
+        return self.drafts
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
 def replay(lines: Iterable[Line]) -> int:
     """Repeats every call on a fresh scheduler; returns the number of steps. Raises ReplayError at the
     first one that comes out differently.
     """
-    clock = ReplayClock()
+    clock, drafter = ReplayClock(), ReplayDrafter()
     scheduler: Scheduler | None = None
     step: SchedulerOutput | None = None
     num_steps = 0
     for number, line in enumerate(lines):
         clock.reads.extend(line.get("reads", ()))
         if scheduler is None:
-            scheduler = _fresh(SchedulerSetup.from_line(line), clock)
+            scheduler = _fresh(SchedulerSetup.from_line(line), clock, drafter)
             continue
+        drafter.drafts = [Draft(n, tuple(ids)) for n, ids in line.get("drafts", ())]
         try:
             outcome, scheduled = _repeat(scheduler, line, step)
         except ReplayError:
@@ -222,14 +290,14 @@ def replay(lines: Iterable[Line]) -> int:
     return num_steps
 
 
-def _fresh(setup: SchedulerSetup, clock: Clock) -> Scheduler:
+def _fresh(setup: SchedulerSetup, clock: Clock, drafter: Drafter) -> Scheduler:
     cache = None
     if setup.caching:
         cache = PrefixCache(
             key=b"replay", identity=b"", block_size=setup.block_size, num_groups=len(setup.groups)
         )
     kv_cache = KVCacheManager(setup.groups, setup.num_blocks, setup.block_size, cache)
-    return setup.scheduler(kv_cache, clock)
+    return setup.scheduler(kv_cache, clock, drafter)
 
 
 def _repeat(
@@ -243,6 +311,8 @@ def _repeat(
             scheduler.add(*map(_request, line["requests"]))
         case "abort":
             outcome = _ids(scheduler.abort(line["ids"], line["reason"]))
+        case "end_at":
+            scheduler.end_at(line["id"], line["output_tokens"])
         case "end_overdue":
             outcome = _ids(scheduler.end_overdue())
         case "set_tenants":
@@ -272,6 +342,7 @@ def step_digest(output: SchedulerOutput) -> str:
         [(new.request_id, tuple(new.token_ids), new.block_tables) for new in output.new_requests],
         [
             (i.request_id, i.start, i.num_tokens, i.new_block_ids, i.samples)
+            + ((i.num_drafts, i.draft_token_ids, i.draft_block_ids) if i.num_drafts else ())
             for i in output.scheduled
         ],
     )
@@ -291,7 +362,7 @@ def _updates(updates: Iterable[RequestUpdate]) -> list[list[Any]]:
 
 
 def _request_line(request: Request) -> Line:
-    params = request.sampling.params
+    params, speculation = request.sampling.params, request.sampling.speculation
     return {
         "id": request.request_id,
         "prompt": list(request.token_ids),
@@ -305,11 +376,19 @@ def _request_line(request: Request) -> Line:
             "max_tokens": params.max_tokens,
             "prompt_logprobs": params.prompt_logprobs,
         },
+        "speculation": None if speculation is None else asdict(speculation),
     }
 
 
 def _request(line: Line) -> Request:
-    sampling = EngineSampling(SamplingParams(**line["params"]), 0, 0, frozenset(line["stop"]))
+    given = line.get("speculation")
+    sampling = EngineSampling(
+        SamplingParams(**line["params"]),
+        0,
+        0,
+        frozenset(line["stop"]),
+        speculation=None if given is None else Speculation(**given),
+    )
     owner = {**line["owner"], "cache_salt": bytes.fromhex(line["owner"]["cache_salt"])}
     return Request.create(
         line["id"],

@@ -82,6 +82,11 @@ class Request:
 
     timeline: Timeline = field(default_factory=Timeline)
     num_steps: int = 0  # that gave it rows
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # of these, that became tokens of the answer
+    num_uncached_tokens: int = (
+        0  # the last computed ones: accepted drafts, not offered to the cache yet
+    )
     wait_causes: tuple[float, ...] = ()  # the scheduler's `WaitCauses` when it joined the queue
     queued_time: float = 0.0  # when it joined it, the first time or again
 
@@ -123,6 +128,23 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def draft_counts(self) -> dict[str, int]:
+        """For its timeline: nothing where nothing was drafted."""
+        if not self.num_drafted_tokens:
+            return {}
+        return {
+            "drafted_tokens": self.num_drafted_tokens,
+            "accepted_tokens": self.num_accepted_tokens,
+        }
+
+    def drop_output(self, num_dropped: int) -> None:
+        """The last tokens never were: of a run of accepted drafts, before the cache has heard of it."""
+        assert 0 < num_dropped <= self.num_uncached_tokens
+        del self.token_ids[-num_dropped:]
+        self.num_computed_tokens -= num_dropped
+        self.num_uncached_tokens -= num_dropped
+        self.num_accepted_tokens -= num_dropped - 1  # the last token of a run is no draft
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -63,6 +63,28 @@ class RunningRequests:
             self.holdings.add_blocks(request, request.num_blocks - num_held)
         return new_block_ids
 
+    def num_draft_tokens(self, request: Request, most: int) -> int:
+        """How many drafts, up to `most`, find pages that hold nothing of use, within the tenant's quota."""
+        num_tokens = self.kv_cache.num_draft_tokens(request, most)
+        while num_tokens > 0 and self.passes_quota(request, request.num_tokens + num_tokens):
+            num_tokens -= 1
+        return num_tokens
+
+    def take_draft_pages(self, request: Request, num_drafts: int) -> BlockIds:
+        """Pages for drafts that `num_draft_tokens` has promised, those it has already not counted."""
+        num_held = request.num_blocks
+        block_ids = self.kv_cache.allocate_drafts(request, num_drafts)
+        if request.num_blocks != num_held:
+            self.holdings.add_blocks(request, request.num_blocks - num_held)
+        return block_ids
+
+    def return_draft_pages(self, request: Request) -> None:
+        """Gives back pages past what is computed."""
+        num_held = request.num_blocks
+        self.kv_cache.trim(request)
+        if request.num_blocks != num_held:
+            self.holdings.add_blocks(request, request.num_blocks - num_held)
+
     def fits(self, request: Request, hit: PrefixHit | None, num_spare: int = 0) -> bool:
         """Whether the free pages do for a newcomer, with `num_spare` to spare and, where others run,
         the watermark's.

@@ -6,9 +6,11 @@ Knows nothing of tokenizers or arrays. Invariant: an instance that passed `valid
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from poise.core.speculation import Speculation, resolve_speculation
 from poise.errors import InvalidRequestError
 
 MAX_N = 128
@@ -24,7 +26,8 @@ class SamplingParams:
     """Sampling parameters of one request, shaped like vLLM's.
 
     `max_tokens=None` means "what is left of the context". `top_k=0` (or -1) and `min_p=0` are off.
-    `logprobs=None` reports none, `0` only the chosen token's, `k` also the k best.
+    `logprobs=None` reports none, `0` only the chosen token's, `k` also the k best. `speculative` has fields of
+    `core.speculation.Speculation`, over the engine's own; False switches it off.
     """
 
     n: int = 1
@@ -49,6 +52,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    speculative: Mapping[str, Any] | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -110,6 +114,7 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"{name} is {getattr(self, name)!r}, expected true or false", name
                 )
+        resolve_speculation(self.speculative, Speculation())
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=true", "stop")
 

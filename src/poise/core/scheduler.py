@@ -14,6 +14,7 @@ from typing import Final
 
 from poise.core.admission import Admission, Load
 from poise.core.clock import Clock
+from poise.core.drafting import DraftCounters, Drafter, Drafting
 from poise.core.fairness import ServiceCounters
 from poise.core.intake import Intake
 from poise.core.kv_cache_manager import BlockIds, KVCacheManager, PrefixHit
@@ -46,7 +47,8 @@ class Scheduler:
 
     loop:  add / abort  ->  schedule()  ->  Executor.execute()  ->  update(), or fail_step()
 
-    `step_time` predicts steps and learns from them. Raises ConfigError for a table of tenants that
+    `step_time` predicts steps and learns from them; `drafter` drafts for requests that ask for speculation,
+    nobody does without one. Raises ConfigError for a table of tenants that
     promises more than there is.
     """
 
@@ -59,6 +61,7 @@ class Scheduler:
         policy: Policy = FCFS,
         tenants: TenantTable = NO_TENANTS,
         step_time: StepTimeModel | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.policy = policy
@@ -78,6 +81,10 @@ class Scheduler:
         )
         self._running = RunningRequests(kv_cache, limits, self._reservations)
         self.holdings = self._running.holdings
+        self._drafting = None if drafter is None else Drafting(self._running, limits, drafter)
+        self._with_accepted: list[
+            Request
+        ] = []  # whose accepted drafts the cache has not been offered
         self._intake = Intake(limits, kv_cache, self._reservations, self.admission)
         self._victims = Victims(
             limits, policy, self.served, self._reservations, self._running.requests
@@ -154,6 +161,17 @@ class Scheduler:
                 ended.append(request)
         return ended
 
+    def end_at(self, request_id: int, num_output_tokens: int) -> None:
+        """Ends an answer where its reader stops it: the tokens after the first `num_output_tokens` never were."""
+        request = self._requests[request_id]
+        num_dropped = request.num_output_tokens - num_output_tokens
+        if num_dropped > 0:
+            request.drop_output(num_dropped)
+            self._counters.num_output_tokens -= num_dropped
+            if self.policy.fair:
+                self.served.charge(request.tenant, 0, -num_dropped)
+        self._finish(request, "stop")
+
     def end_overdue(self) -> list[Request]:
         """Ends the requests whose deadline has passed, in any state; returns those it ended."""
         if not self._intake.has_deadlines:
@@ -168,6 +186,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is RequestStatus.RUNNING:
+            self._kv_cache.register_accepted(request)
             self._running.leave(request)
         else:
             self._waiting.remove(request)
@@ -175,6 +194,8 @@ class Scheduler:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if self._drafting is not None:
+            self._drafting.drafter.forget(request)
         if reason in ("stop", "length"):
             self.admission.drain.finished(request.num_output_tokens)
         request.timeline.add(
@@ -183,6 +204,7 @@ class Scheduler:
             reason=reason,
             output_tokens=request.num_output_tokens,
             steps=request.num_steps,
+            **request.draft_counts(),
         )
 
     def _send_back(self, request: Request, now: float, because: str, **by: int) -> None:
@@ -209,6 +231,8 @@ class Scheduler:
         if len(self._waiting):
             self._wait_causes.close(plan.now, self._schedule_waiting(plan))
             self.admission.load = self._load()
+        if self._drafting is not None:
+            self._drafting.add_to(plan, self.step_time)
         if not plan.scheduled:
             return SchedulerOutput(self._counters.num_steps, (), (), (), 0)
         output = plan.output(self._counters.num_steps, self._running.removed)
@@ -221,6 +245,9 @@ class Scheduler:
     def _begin_step(self) -> StepPlan:
         """An empty plan, or one in which reserved pools have taken what is theirs."""
         now = self._scheduled_at = self._clock.now()
+        for request in self._with_accepted:
+            self._kv_cache.register_accepted(request)
+        self._with_accepted.clear()
         if not self._reservations:
             return StepPlan(StepBudget(self.limits, self._running.requests, self.step_time), now)
         guaranteed = self._reservations.guaranteed(self._waiting, self.holdings)
@@ -479,6 +506,9 @@ class Scheduler:
         if update is None or not item.samples:
             return update
         num_taken = len(update.new_token_ids)
+        if item.num_drafts:
+            num_accepted = len(result.token_ids[request.request_id]) - 1
+            self._settle_drafts(request, item, num_accepted)
         self._counters.num_output_tokens += num_taken
         if self.policy.fair:
             self.served.charge(request.tenant, 0, num_taken)
@@ -489,6 +519,18 @@ class Scheduler:
         if update.finish_reason is not None:
             self._finish(request, update.finish_reason)
         return update
+
+    def _settle_drafts(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
+        """All tokens but the last have their KV: those of accepted drafts are offered to the cache when the
+        reader has had a chance to stop the answer at one of them.
+        """
+        assert self._drafting is not None
+        num_before = request.num_computed_tokens
+        request.num_computed_tokens = request.num_tokens - 1
+        request.num_uncached_tokens = request.num_computed_tokens - num_before
+        if request.num_uncached_tokens:
+            self._with_accepted.append(request)
+        self._drafting.settle(request, item.num_drafts, num_accepted)
 
     # --- what others may see ----------------------------------------------------------------------
 
@@ -505,6 +547,10 @@ class Scheduler:
     def waiting(self) -> Sequence[Request]:
         """The queue, next in line first."""
         return tuple(self._waiting.in_order())
+
+    @property
+    def draft_counters(self) -> DraftCounters:
+        return DraftCounters() if self._drafting is None else self._drafting.counters
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(

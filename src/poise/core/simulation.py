@@ -30,12 +30,20 @@ from poise.errors import DeadlineError, InvalidRequestError, QueueFullError
 
 
 class CountingExecutor:
-    """Draws token 0 for every row that samples: where only counts and times matter."""
+    """Draws token 0 for every row that samples, so drafts of 0 are accepted: where only counts and times matter."""
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         return ModelRunnerOutput(
-            {item.request_id: [0] for item in output.scheduled if item.samples}
+            {
+                item.request_id: [0] * (1 + num_leading_zeros(item.draft_token_ids))
+                for item in output.scheduled
+                if item.samples
+            }
         )
+
+
+def num_leading_zeros(token_ids: Sequence[int]) -> int:
+    return next((place for place, token_id in enumerate(token_ids) if token_id), len(token_ids))
 
 
 class SimulatedExecutor:

@@ -6,6 +6,7 @@ Knows no queue and no policy. Invariant: what becomes the output is what was gra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from poise.core.kv_cache_manager import BlockIds
 from poise.core.output import NewRequest, ScheduledRequest, SchedulerOutput
@@ -53,6 +54,24 @@ class StepPlan:
             start + num_tokens == len(request.token_ids),
         )
         self.budget.spend(request, num_tokens, is_prefill)
+
+    def samples(self, request: Request) -> bool:
+        """Whether the request draws a token in this step."""
+        item = self.scheduled.get(request.request_id)
+        return item is not None and item.samples
+
+    def add_drafts(
+        self, request: Request, num_drafts: int, token_ids: tuple[int, ...], block_ids: BlockIds
+    ) -> None:
+        """Rows behind those of a request that samples; its pages for them are allocated."""
+        item = self.scheduled[request.request_id]
+        assert item.samples
+        assert item.num_drafts == 0
+        assert len(token_ids) in (0, num_drafts)
+        self.scheduled[request.request_id] = replace(
+            item, num_drafts=num_drafts, draft_token_ids=token_ids, draft_block_ids=block_ids
+        )
+        self.budget.spend(request, num_drafts, is_prefill=False)
 
     def is_partial(self, request: Request) -> bool:
         """Whether a running request's prompt is still half computed after this step."""

@@ -29,6 +29,9 @@ def take_result(
     while num_taken < len(drawn) and not finished:
         finished = request.append_output(drawn[num_taken], max_model_len)
         num_taken += 1
+    if item.num_drafts:
+        request.num_drafted_tokens += item.num_drafts
+        request.num_accepted_tokens += min(len(drawn) - 1, num_taken)
     return RequestUpdate(
         request,
         drawn[:num_taken],

@@ -121,11 +121,15 @@ class StepTimeModel:
         return sum(n * visible_keys(start, num_tokens, window) for window, n in self._layers)
 
     def shape_of(self, scheduled: Sequence[ScheduledRequest]) -> StepShape:
-        """Of a step: one row that samples is a decode's, everything else is prefill."""
+        """Of a step: one row that samples is a decode's, so are drafts; everything else is prefill."""
         num_decodes = num_prefill = decode_length = num_keys = num_sampled = 0
         windowed = len(self._layers) > 1 or not self._full_layers
         for item in scheduled:
             num_sampled += item.samples
+            if item.num_drafts:
+                num_sampled += item.num_drafts
+                num_decodes += item.num_drafts
+                num_keys += self.keys(item.start + item.num_tokens, item.num_drafts)
             if item.num_tokens == 1 and item.samples:
                 num_decodes += 1
                 decode_length += item.start + 1

@@ -15,6 +15,7 @@ from poise.core.clock import MonotonicClock
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.prefix_cache import PrefixCache
 from poise.core.recording import RecordingScheduler, SchedulerSetup
+from poise.core.speculation import Speculation, SpeculationOffer
 from poise.core.step_time import Fit
 from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import EngineInfo
@@ -28,6 +29,7 @@ from poise.engine.step_times import fit_key, store_fit, stored_fit
 from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
 from poise.executor.step_cost import probe
+from poise.spec_decode.drafter import SpeculativeDrafter
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
 from poise.weights.dummy_checkpoint import DEFAULT_CONTAINER, dummy_checkpoint
@@ -45,6 +47,7 @@ def build_engine(
     compute: ComputeConfig,
     *,
     tenants: TenantTable = NO_TENANTS,
+    speculation: Speculation | None = None,
     console: Console | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> LLMEngine:
@@ -61,7 +64,11 @@ def build_engine(
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
         loaded = load_executor(checkpoint, cache, scheduler, compute)
         fit = stored_fit(_fit_key(loaded)) or probe(
-            loaded.executor, loaded.kv_groups, loaded.block_size, loaded.step_cost
+            loaded.executor,
+            loaded.kv_groups,
+            loaded.block_size,
+            loaded.step_cost,
+            min(scheduler.max_num_batched_tokens, loaded.max_model_len - 1),
         )
         return assemble_engine(
             source,
@@ -73,6 +80,7 @@ def build_engine(
             tenants,
             fit,
             local_secret(),
+            speculation,
         )
 
 
@@ -102,10 +110,11 @@ def assemble_engine(
     tenants: TenantTable = NO_TENANTS,
     fit: Fit | None = None,
     secret: LocalSecret | None = None,
+    speculation: Speculation | None = None,
 ) -> LLMEngine:
     """An engine around an executor that is loaded; engines may share one, in turn.
 
-    `fit` is where predictions of step times start from. Raises ConfigError for tenants that are promised
+    `fit` is where predictions of step times start from; `speculation` is for requests that say nothing. Raises ConfigError for tenants that are promised
     more than there is, or a recording that can't be written. Block hashes are keyed with `secret`, by
     default one that is drawn here.
     """
@@ -131,12 +140,13 @@ def assemble_engine(
         fit=fit or {},
     )
     kv_cache = KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache)
+    drafter = SpeculativeDrafter()
     recording = None
     if limits.record_schedule is None:
-        scheduler = setup.scheduler(kv_cache, clock)
+        scheduler = setup.scheduler(kv_cache, clock, drafter)
     else:
         recording = ScheduleFile(limits.record_schedule)
-        scheduler = RecordingScheduler(setup, kv_cache, clock, recording.write)
+        scheduler = RecordingScheduler(setup, kv_cache, clock, recording.write, drafter)
 
     key = _fit_key(loaded)
 
@@ -173,5 +183,6 @@ def assemble_engine(
         info=info,
         metrics=metrics,
         clock=clock,
+        speculation=SpeculationOffer(speculation),
         on_close=on_close,
     )

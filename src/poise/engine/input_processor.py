@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from poise.core.output import EngineSampling
 from poise.core.sampling_params import SamplingParams
+from poise.core.speculation import SpeculationOffer
 from poise.engine.client import EngineRequest
 from poise.errors import InvalidRequestError
 from poise.tokenizer.tokenizer import Tokenizer
@@ -30,7 +31,15 @@ def resolve_seed(seed: int | None, source: random.Random) -> int:
 class InputProcessor:
     """`max_total_tokens` bounds prompt + output: the context, or the KV pool if that is smaller."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_total_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_total_tokens: int,
+        speculation: SpeculationOffer,
+    ) -> None:
+        self._speculation = speculation
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_total_tokens = max_total_tokens
@@ -46,6 +55,7 @@ class InputProcessor:
         if not params.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_token_ids)
         bad_word_ids = self._tokenize_bad_words(params)
+        speculation = self._speculation.resolve(params.speculative)
         # The prompt is the same for all choices: its logprobs are computed for the first only.
         without_prompt_logprobs = replace(params, prompt_logprobs=None)
         return [
@@ -55,6 +65,7 @@ class InputProcessor:
                 choice=choice,
                 stop_token_ids=stop_token_ids,
                 bad_word_ids=bad_word_ids,
+                speculation=speculation,
             )
             for choice in range(params.n)
         ]

@@ -20,6 +20,7 @@ from poise.core.output import Executor, SchedulerOutput, TokenLogprobs
 from poise.core.request import Request
 from poise.core.scheduler import Scheduler
 from poise.core.scheduler_records import RequestUpdate
+from poise.core.speculation import SpeculationOffer
 from poise.core.step_time import StepTimeModel
 from poise.core.tenant import TenantTable
 from poise.engine.client import ChoiceDelta, EngineInfo, EngineRequest, RequestDelta, RequestStats
@@ -35,6 +36,7 @@ from poise.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
+NO_SPECULATION = SpeculationOffer(methods=(), acceptances=())
 
 EngineOutput = tuple[int, RequestDelta]
 """The caller's key of a request, and what is new for it."""
@@ -107,6 +109,7 @@ class LLMEngine:
         info: EngineInfo,
         metrics: EngineMetrics,
         clock: Clock,
+        speculation: SpeculationOffer = NO_SPECULATION,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.info = info
@@ -121,6 +124,7 @@ class LLMEngine:
             tokenizer,
             vocab_size=info.vocab_size,
             max_total_tokens=min(info.max_model_len, info.kv_capacity_tokens),
+            speculation=speculation,
         )
         self._choice_ids = itertools.count()
         self._requests: dict[int, _RequestState] = {}
@@ -325,7 +329,7 @@ class LLMEngine:
             return
         self._count_tokens(choice, len(delta.token_ids), now)
         if delta.finish_reason is not None and update.finish_reason is None:
-            self._scheduler.abort((request.request_id,), delta.finish_reason)  # a stop string
+            self._scheduler.end_at(request.request_id, choice.output.num_tokens)  # a stop string
         self._hand_over(choice, delta)
 
     def _end(self, choice: _Choice, reason: str, stop_reason: str | None = None) -> None:

@@ -1,7 +1,8 @@
 """The arrays of a step: rows, positions, block tables and sampling records, from what the scheduler sent.
 
 Holds per request its tokens, its block tables and its sampling state between steps. Knows no model.
-Invariant: `tokens[:num_known]` are the request's known tokens, and arrays never move while a step runs.
+Invariant: `tokens[:num_known]` are the request's known tokens, behind them lie at most the drafts of the step that
+runs, and arrays never move while a step runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from poise.kernels.ops import Step
 from poise.sampling.rows import RESULT_TYPE, Records, SamplingRows, SamplingState, fill_target
 
 Int32s = NDArray[np.int32]
+NO_DRAFT = -1
 
 
 @dataclass(slots=True)
@@ -36,10 +38,16 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class LogitRow:
-    """What one row of logits is for: drawing the next token, or scoring a prompt token."""
+    """What one row of logits is for: drawing a token, or scoring a prompt token.
+
+    `place`: 0 for the row of the last known token, j for that of draft j − 1, whose draw counts only if all drafts up
+    to it were drawn. `draft`: the draft that stands where this row's token goes, NO_DRAFT behind the last.
+    """
 
     request_id: int
     draws: bool
+    place: int = 0
+    draft: int = NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,7 @@ class InputBatch:
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self._states: dict[int, RequestState] = {}
         self._token_ids = np.zeros(max_rows, np.int32)
@@ -93,7 +102,9 @@ class InputBatch:
         for i, scheduled in enumerate(output.scheduled):
             state = self._states[scheduled.request_id]
             start = scheduled.start
-            end, last = row + scheduled.num_tokens, start + scheduled.num_tokens
+            end, last = row + scheduled.num_rows, start + scheduled.num_rows
+            if scheduled.num_drafts:
+                self._place_drafts(state, scheduled)
             if last == start + 1:  # decoding: two numbers cost less than two slices
                 self._token_ids[row] = state.tokens[start]
                 self._positions[row] = start
@@ -114,9 +125,13 @@ class InputBatch:
                     logit_indices.append(row + position - start)
                     logit_rows.append(LogitRow(scheduled.request_id, False))
             if scheduled.samples:
-                state.sampling.fill(self._rows, len(logit_rows), state.tokens, state.num_known)
-                logit_indices.append(end - 1)
-                logit_rows.append(LogitRow(scheduled.request_id, True))
+                for place in range(scheduled.num_drafts + 1):
+                    known = state.num_known + place
+                    state.sampling.fill(self._rows, len(logit_rows), state.tokens, known, place)
+                    logit_indices.append(end - 1 - scheduled.num_drafts + place)
+                    is_last = place == scheduled.num_drafts
+                    draft = NO_DRAFT if is_last else int(state.tokens[known])
+                    logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
             row = end
             self._query_start[i + 1] = row
         count = len(output.scheduled)
@@ -143,6 +158,15 @@ class InputBatch:
             state.tokens[state.num_known] = token_id
         state.num_known += 1
 
+    def settle(self, scheduled: ScheduledRequest) -> None:
+        """The request's tokens of a step with drafts are known: pages past the last but one are not its own any more."""
+        state = self._states[scheduled.request_id]
+        state.num_blocks = -(-(state.num_known - 1) // self._block_size)
+
+    def _place_drafts(self, state: RequestState, scheduled: ScheduledRequest) -> None:
+        end = state.num_known + scheduled.num_drafts
+        state.tokens[state.num_known : end] = scheduled.draft_token_ids
+
     def _new_state(self, new: NewRequest) -> RequestState:
         params = new.sampling.params
         num_known = len(new.token_ids)
@@ -163,10 +187,9 @@ class InputBatch:
         )
 
     def _extend(self, state: RequestState, scheduled: ScheduledRequest) -> None:
-        if not scheduled.new_block_ids:
-            return
-        num_new = len(scheduled.new_block_ids[0])
-        if num_new:
-            end = state.num_blocks + num_new
-            state.block_tables[:, state.num_blocks : end] = scheduled.new_block_ids
-            state.num_blocks = end
+        for block_ids in (scheduled.new_block_ids, scheduled.draft_block_ids):
+            num_new = len(block_ids[0]) if block_ids else 0
+            if num_new:
+                end = state.num_blocks + num_new
+                state.block_tables[:, state.num_blocks : end] = block_ids
+                state.num_blocks = end

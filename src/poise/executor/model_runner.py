@@ -70,18 +70,26 @@ class ModelRunner:
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         broken: set[int] = set()
         statuses: list[int] = results["status"].tolist()
+        counts = True  # of a row behind a draft: the draft was drawn
         for i, (row, token_id) in enumerate(zip(batch.logit_rows, token_ids(results))):
+            if row.place and not counts:
+                continue
+            counts = statuses[i] == OK and token_id == row.draft
             if statuses[i] != OK:
-                broken.add(row.request_id)
+                if row.place == 0:  # else it breaks when its draft is known
+                    broken.add(row.request_id)
             elif row.draws:
-                drawn[row.request_id] = [token_id]
+                drawn.setdefault(row.request_id, []).append(token_id)
                 self._batch.append(row.request_id, token_id)
                 if self._batch[row.request_id].wants_logprobs:
-                    logprobs[row.request_id] = [token_logprobs(results, i)]
+                    logprobs.setdefault(row.request_id, []).append(token_logprobs(results, i))
             else:
                 prompt_logprobs.setdefault(row.request_id, []).append(token_logprobs(results, i))
         for request_id in broken:
             drawn.pop(request_id, None)
+        for scheduled in output.scheduled:
+            if scheduled.num_drafts and scheduled.request_id not in broken:
+                self._batch.settle(scheduled)
         return ModelRunnerOutput(drawn, logprobs, prompt_logprobs, frozenset(broken))
 
     def logits(self, step: Step, out: NDArray[np.float32]) -> None:

@@ -28,7 +28,7 @@ ATTENTION_PART: Final = 1 / 8  # of the rate of int8 products that attention in 
 PYTHON_PER_STEP: Final = 2e-4
 PYTHON_PER_ROW: Final = 1e-5
 PROBE_SECONDS: Final = 0.05  # no probe is begun that is predicted to take longer
-PROBE_TOKENS: Final = (16, 1)
+PROBE_TOKENS: Final = 16
 PROBE_ID: Final = -1
 
 
@@ -47,21 +47,26 @@ def step_cost(
 
 
 def probe(
-    executor: Executor, groups: list[KVGroupSpec], block_size: int, step_cost: StepCost
+    executor: Executor,
+    groups: list[KVGroupSpec],
+    block_size: int,
+    step_cost: StepCost,
+    most_tokens: int,
 ) -> Fit:
-    """Corrections from a step of 16 prompt tokens and one of a single token.
+    """Corrections from a step of 16 prompt tokens, or of `most_tokens` if that is less, and one of a single token.
 
     Their pages hold nothing that anybody could find afterwards. Slow models are not probed: their first
     real steps will do.
     """
     model = StepTimeModel(step_cost, groups)
-    num_pages = -(-sum(PROBE_TOKENS) // block_size)
+    num_prompt = min(PROBE_TOKENS, most_tokens)
+    num_pages = -(-(num_prompt + 1) // block_size)
     tables = tuple(tuple(range(g * num_pages, (g + 1) * num_pages)) for g in range(len(groups)))
     sampling = EngineSampling(SamplingParams(temperature=0.0), 0, 0, frozenset())
-    new = NewRequest(PROBE_ID, [0] * PROBE_TOKENS[0], PROBE_TOKENS[0], sampling, tables)
+    new = NewRequest(PROBE_ID, [0] * num_prompt, num_prompt, sampling, tables)
     no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(groups)
     start = 0
-    for num_tokens in PROBE_TOKENS:
+    for num_tokens in (num_prompt, 1):
         row = ScheduledRequest(PROBE_ID, start, num_tokens, no_blocks, True)
         shape = model.shape_of([row])
         if model.predict(shape) > PROBE_SECONDS:

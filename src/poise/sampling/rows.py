@@ -43,6 +43,7 @@ _POSITION = _OFFSETS["position"]
 _PROMPT_TOKENS = _OFFSETS["prompt_tokens"]
 _OUTPUT_TOKENS = _OFFSETS["output_tokens"]
 _NUM_OUTPUT_TOKENS = _OFFSETS["num_output_tokens"]
+_BANNED_IDS = _OFFSETS["banned_ids"]
 _NUM_BANNED = _OFFSETS["num_banned"]
 _TARGET = _OFFSETS["target"]
 _NUM_LOGPROBS = _OFFSETS["num_logprobs"]
@@ -66,8 +67,8 @@ class SamplingRows:
 class SamplingState:
     """What one choice of one request asks of the sampler.
 
-    `num_prompt` is the length of the prompt; `vocab_size` the width of a row of logits. A state stands in one row
-    of a step at most: its rows share the list of banned tokens.
+    `num_prompt` is the length of the prompt; `vocab_size` the width of a row of logits. Where what is banned depends
+    on the tokens before, each of a step's rows has a list of its own.
     """
 
     def __init__(self, sampling: EngineSampling, vocab_size: int, num_prompt: int) -> None:
@@ -78,9 +79,8 @@ class SamplingState:
         self._min_tokens = params.min_tokens if self._stop_ids else 0
         self._always_banned = [word[0] for word in sampling.bad_word_ids if len(word) == 1]
         self._phrases = [word for word in sampling.bad_word_ids if len(word) > 1]
-        self._banned: Int32s = np.zeros(
-            len(self._stop_ids) + len(sampling.bad_word_ids), dtype=np.int32
-        )
+        self._max_banned = len(self._stop_ids) + len(sampling.bad_word_ids)
+        self._banned: list[Int32s] = [np.zeros(self._max_banned, dtype=np.int32)]
         self._has_penalties = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
@@ -106,16 +106,19 @@ class SamplingState:
             bias_values=_address(self._bias_values),
             num_bias=len(bias),
             allowed_mask=0 if self._allowed_mask is None else _address(self._allowed_mask),
-            banned_ids=_address(self._banned),
+            banned_ids=_address(self._banned[0]),
             num_prompt_tokens=num_prompt,
         )
-        self._ban(self._always_banned)
+        self._ban(self._always_banned, 0)
 
-    def fill(self, rows: SamplingRows, index: int, history: Int32s, num_known: int) -> None:
+    def fill(
+        self, rows: SamplingRows, index: int, history: Int32s, num_known: int, place: int = 0
+    ) -> None:
         """Makes row `index` draw the token at absolute position `num_known`.
 
-        history: the request's tokens, prompt first, at least `num_known` of them. The row points into it: it
-        must stay where it is until the rows have been sampled.
+        history: the request's tokens, prompt first, at least `num_known` of them, drafts taken for known. The row
+        points into it: it must stay where it is until the rows have been sampled. place: 0, 1 … for the
+        request's rows of one step.
         """
         record = self._record
         _pack_u32(record, _POSITION, num_known)
@@ -124,7 +127,7 @@ class SamplingState:
                 self._point_at(history)
             _pack_u32(record, _NUM_OUTPUT_TOKENS, num_known - self._num_prompt)
         if self._min_tokens or self._phrases:
-            self._ban(self._banned_now(history, num_known))
+            self._ban(self._banned_now(history, num_known), place)
         rows.write(index, record)
 
     def _point_at(self, history: Int32s) -> None:
@@ -145,8 +148,11 @@ class SamplingState:
                 banned.append(phrase[-1])
         return banned
 
-    def _ban(self, ids: Sequence[int]) -> None:
-        self._banned[: len(ids)] = ids
+    def _ban(self, ids: Sequence[int], place: int) -> None:
+        while place >= len(self._banned):
+            self._banned.append(np.zeros(self._max_banned, dtype=np.int32))
+        self._banned[place][: len(ids)] = ids
+        _pack_u64(self._record, _BANNED_IDS, _address(self._banned[place]))
         _pack_u32(self._record, _NUM_BANNED, len(ids))
 
 

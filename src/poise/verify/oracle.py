@@ -15,6 +15,7 @@ from poise.core.output import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from poise.core.speculation import SpeculationOffer
 from poise.engine.client import EngineRequest
 from poise.engine.input_processor import InputProcessor
 from poise.executor.load import LoadedExecutor
@@ -29,7 +30,10 @@ def recompute(
 ) -> Answer:
     """The answer to a probe; without text. A prefix longer than `longest_step` tokens takes several steps."""
     inputs = InputProcessor(
-        tokenizer, vocab_size=loaded.vocab_size, max_total_tokens=loaded.max_model_len
+        tokenizer,
+        vocab_size=loaded.vocab_size,
+        max_total_tokens=loaded.max_model_len,
+        speculation=SpeculationOffer(),
     )
     request = EngineRequest(probe.name, probe.token_ids, probe.params, probe.seed)
     prompt: tuple[Token, ...] = ()

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poise.core.clock import ManualClock
-from poise.core.executors import InjectedFailureError, ScriptedExecutor, scripted_token
+from poise.core.drafting import Draft, DraftRoom
+from poise.core.executors import (
+    InjectedFailureError,
+    ScriptedExecutor,
+    scripted_draft,
+    scripted_token,
+)
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.limits import Limits
 from poise.core.output import EngineSampling, KVGroupSpec, ModelRunnerOutput, SchedulerOutput
@@ -17,7 +23,8 @@ from poise.core.request import Request, RequestOwner, finish_rule
 from poise.core.sampling_params import SamplingParams
 from poise.core.scheduler import Scheduler
 from poise.core.scheduler_records import RequestUpdate
-from poise.core.step_time import StepTimeModel
+from poise.core.speculation import Speculation
+from poise.core.step_time import StepShape, StepTimeModel
 from poise.core.tenant import NO_TENANTS, TenantTable
 
 FULL = (KVGroupSpec("full", 4),)
@@ -30,9 +37,47 @@ OLDEST_GIVES_WAY = Policy(
 )
 
 
-def sampling(seed: int = 0, choice: int = 0, **params: Any) -> EngineSampling:
+def sampling(
+    seed: int = 0, choice: int = 0, speculation: Speculation | None = None, **params: Any
+) -> EngineSampling:
     resolved = SamplingParams(**params)
-    return EngineSampling(resolved, seed, choice, frozenset(resolved.stop_token_ids))
+    stop = frozenset(resolved.stop_token_ids)
+    return EngineSampling(resolved, seed, choice, stop, speculation=speculation)
+
+
+class ScriptedDrafter:
+    """Guesses right three times in four; `draft_model` leaves the guesses to the executor. Sometimes fewer than may be."""
+
+    def __init__(self) -> None:
+        self.unfinished: set[int] = set()
+        self.observed: list[tuple[int, int, int]] = []
+
+    def draft(
+        self, rooms: Sequence[DraftRoom], shape: StepShape, step_time: StepTimeModel
+    ) -> list[Draft]:
+        assert shape.num_sampled >= len(rooms)
+        return [self._draft(request, most) for request, most in rooms]
+
+    def _draft(self, request: Request, most: int) -> Draft:
+        assert request.sampling.speculation is not None
+        assert 0 < most <= request.sampling.speculation.num_speculative_tokens
+        self.unfinished.add(request.request_id)
+        num_drafts = most - request.num_tokens % 2
+        if request.sampling.speculation.method == "draft_model":
+            return Draft(num_drafts)
+        known = list(request.token_ids)
+        for _ in range(num_drafts):
+            known.append(
+                scripted_draft(known, request.sampling, request.num_prompt_tokens, VOCAB_SIZE)
+            )
+        return Draft(num_drafts, tuple(known[request.num_tokens :]))
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts
+        self.observed.append((request.request_id, num_drafts, num_accepted))
+
+    def forget(self, request: Request) -> None:
+        self.unfinished.discard(request.request_id)
 
 
 def prefix_cache(
@@ -81,6 +126,7 @@ class Harness:
         **limits: Any,
     ) -> None:
         self.clock = ManualClock()
+        self.drafter = ScriptedDrafter()
         cache = prefix_cache(block_size, len(groups)) if caching else None
         self.kv_cache = KVCacheManager(groups, num_blocks, block_size, cache)
         self.scheduler = CappedScheduler(
@@ -90,6 +136,7 @@ class Harness:
             policy=policy,
             tenants=tenants,
             step_time=step_time,
+            drafter=self.drafter,
         )
         self.scheduler.cap = cap
         self.executor = ScriptedExecutor(groups, num_blocks, block_size, VOCAB_SIZE)
@@ -174,6 +221,7 @@ class Harness:
         stats = self.scheduler.stats()
         assert stats.num_running == stats.num_waiting == 0
         assert stats.num_free_blocks == stats.num_total_blocks
+        assert not self.drafter.unfinished
 
 
 def answer_alone(request: Request, max_model_len: int = 10_000) -> Outcome:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from poise.core.output import KVGroupSpec
 from poise.core.policy import POLICIES, Policy
 from poise.core.request import Request, RequestOwner
+from poise.core.speculation import Speculation
 from poise.core.tenant import NO_TENANTS, SERVICE_CLASSES, Share, Tenant, TenantTable
 from poise.errors import DeadlineError, InvalidRequestError
 
@@ -82,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **limits,
         )
         self.added: list[Request] = []
+        self.ended: set[int] = set()
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -99,6 +101,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=st.integers(-2, 2),
         ),
         patience=st.sampled_from([None, None, None, 0, 3, 20]),
+        speculation=st.one_of(
+            st.none(),
+            st.builds(
+                Speculation,
+                method=st.sampled_from(["ngram", "draft_model"]),
+                num_speculative_tokens=st.integers(1, 6),
+            ),
+        ),
     )
     def add(
         self,
@@ -112,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies: int,
         owner: RequestOwner,
         patience: int | None,
+        speculation: Speculation | None,
     ) -> None:
         if patience is not None:
             owner = replace(owner, deadline=self.harness.clock.now() + patience)
@@ -127,6 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     prompt_logprobs=prompt_logprobs,
                     logprobs=0,
                     owner=owner,
+                    speculation=speculation,
                 )
             except (InvalidRequestError, DeadlineError):
                 assert owner.tenant == "c" or patience is not None
@@ -142,6 +154,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = self.unfinished()
         if unfinished:  # a step in flight may have ended the last ones, whose deadline had passed
             self.harness.abort(unfinished[which % len(unfinished)])
+
+    @precondition(lambda self: any(r.num_output_tokens > 1 for r in self.unfinished()))
+    @rule(which=st.integers(0, 1000), after=st.integers(1, 20))
+    def stop_string(self, which: int, after: int) -> None:
+        """The reader stops an answer at one of the tokens that its last step gave."""
+        requests = [r for r in self.unfinished() if r.num_output_tokens > 1]
+        request = requests[which % len(requests)]
+        output = self.harness.schedule()
+        result = self.harness.executor.execute(output)
+        self.harness.update(output, result)
+        given = len(result.token_ids.get(request.request_id, ()))
+        if request.finish_reason is not None or given == 0:
+            return
+        num_output = request.num_output_tokens - max(0, given - after)
+        self.harness.scheduler.end_at(request.request_id, num_output)
+        self.harness.scheduler.check_invariants()
+        outcome = self.harness.outcomes[request.request_id]
+        del outcome.token_ids[num_output:], outcome.logprobs[num_output:]
+        self.ended.add(request.request_id)
 
     @rule(table=st.sampled_from(TABLES))
     def reload_tenants(self, table: TenantTable) -> None:
@@ -187,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.added:
             outcome = self.harness.outcomes[request.request_id]
             alone = answer_alone(request)
-            if request.finish_reason in ("abort", "deadline"):
+            if request.finish_reason in ("abort", "deadline") or request.request_id in self.ended:
                 assert alone.token_ids[: len(outcome.token_ids)] == outcome.token_ids
                 continue
             assert outcome.token_ids == alone.token_ids

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from poise.core.clock import ManualClock
+from poise.core.drafting import Draft, Drafter, DraftRoom
 from poise.core.executors import ScriptedExecutor
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.limits import Limits
@@ -22,11 +23,14 @@ from poise.core.output import (
 )
 from poise.core.policy import FCFS, Policy
 from poise.core.prefix_cache import PrefixCache
+from poise.core.request import Request
 from poise.core.sampling_params import SamplingParams
 from poise.core.scheduler import Scheduler
+from poise.core.speculation import SpeculationOffer
+from poise.core.step_time import StepShape, StepTimeModel
 from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import ChoiceDelta, EngineInfo, EngineRequest, RequestDelta
-from poise.engine.llm_engine import LLMEngine
+from poise.engine.llm_engine import NO_SPECULATION, LLMEngine
 from poise.engine.metrics import EngineMetrics
 
 GROUPS = (KVGroupSpec("full", 4),)
@@ -90,14 +94,40 @@ class TypingExecutor:
             prompt, sampling = self._held[item.request_id]
             text = self.answer_choice(bytes(prompt), sampling.choice)
             place = self._known[item.request_id]
-            token = text[place] if place < len(text) else EOS
-            tokens[item.request_id] = [token]
-            self._known[item.request_id] = place + 1
+            drawn: list[int] = []
+            while (
+                drawn == list(item.draft_token_ids[: len(drawn)]) and len(drawn) <= item.num_drafts
+            ):
+                drawn.append(text[place] if place < len(text) else EOS)
+                place += 1
+            tokens[item.request_id] = drawn
+            self._known[item.request_id] = place
             if sampling.params.logprobs is not None:
+                first = place - len(drawn)
                 logprobs[item.request_id] = [
-                    TokenLogprobs(token, -float(place), 1, ((token, 0.0),))
+                    TokenLogprobs(token, -float(first + i), 1, ((token, 0.0),))
+                    for i, token in enumerate(drawn)
                 ]
         return ModelRunnerOutput(tokens, logprobs)
+
+
+class TypingDrafter:
+    """Drafts the text that a TypingExecutor types for every prompt, as much as may be."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = [*text, EOS]
+
+    def draft(
+        self, rooms: Sequence[DraftRoom], shape: StepShape, step_time: StepTimeModel
+    ) -> list[Draft]:
+        texts = [self._text[room.request.num_output_tokens :][: room.most] for room in rooms]
+        return [Draft(len(text), tuple(text)) for text in texts]
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        pass
 
 
 @dataclass
@@ -139,6 +169,7 @@ def make_engine(
     clock: ManualClock | None = None,
     policy: Policy = FCFS,
     tenants: TenantTable = NO_TENANTS,
+    drafter: Drafter | None = None,
     **limits: Any,
 ) -> LLMEngine:
     clock = clock or ManualClock()
@@ -153,6 +184,7 @@ def make_engine(
         Limits(max_num_seqs, max_num_batched_tokens, max_model_len, **limits),
         policy=policy,
         tenants=tenants,
+        drafter=drafter,
     )
     info = EngineInfo(
         "bytes",
@@ -171,6 +203,7 @@ def make_engine(
             "bytes", max_model_len=max_model_len, num_blocks=num_blocks, cache_config={}
         ),
         clock=clock,
+        speculation=NO_SPECULATION if drafter is None else SpeculationOffer(),
     )
 
 

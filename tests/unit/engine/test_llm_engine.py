@@ -8,6 +8,7 @@ from engine_harness import (
     SPECIAL,
     VOCAB_SIZE,
     Answer,
+    TypingDrafter,
     TypingExecutor,
     assert_idle,
     join,
@@ -123,20 +124,21 @@ def test_text_held_back_is_never_sent_before_it_is_certain() -> None:
 
 
 def test_logprobs_and_tokens_are_cut_where_a_stop_string_ends() -> None:
-    class TwoAtOnce(TypingExecutor):
-        def execute(self, output: SchedulerOutput):  # type: ignore[no-untyped-def]
-            result = super().execute(output)
-            for key, tokens in result.token_ids.items():
-                tokens.append(ord("!"))
-                if key in result.logprobs:
-                    result.logprobs[key] *= 2
-            return result
-
-    engine = make_engine(TwoAtOnce(lambda prompt: b"abc"))
-    [answers] = run(engine, request(max_tokens=9, stop=["!b"], logprobs=0))
+    """All that was drafted and drawn behind it never was: not in the answer, its usage or the cache."""
+    text = b"a!b and more text than one block holds"
+    engine = make_engine(types(text.decode()), drafter=TypingDrafter(text))
+    speculative = {"method": "ngram", "num_speculative_tokens": 20}
+    asked = {"max_tokens": 60, "stop": ["!b"], "logprobs": 0}
+    [answers] = run(engine, request("12345", speculative=speculative, **asked))
     assert answers[0].token_ids == tuple(b"a!b")
     assert len(answers[0].logprobs) == 3
     assert answers[0].text == "a"
+    assert engine.metrics.generation_tokens == 3
+    counters = engine._scheduler.stats().counters
+    assert (counters.num_steps, counters.num_output_tokens) == (1, 3)
+    run(engine, request(b"12345" + text, max_tokens=1))
+    counters = engine._scheduler.stats().counters
+    assert counters.num_prefix_hit_tokens == 4  # 7 of the first request's 8 tokens were computed
 
 
 @settings(max_examples=200, deadline=None)

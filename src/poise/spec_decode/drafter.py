@@ -1,0 +1,111 @@
+"""Who drafts for a request, and how many of the drafts are worth their rows.
+
+Puts proposers and the controller of draft lengths together; knows neither pages nor acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from poise.core.drafting import NO_DRAFT, Draft, DraftRoom
+from poise.core.request import Request
+from poise.core.step_time import StepShape, StepTimeModel
+from poise.spec_decode.lookup import LookupProposer
+
+
+class Candidate(NamedTuple):
+    """A request that could verify up to `most` drafts in this step; its known tokens end before `position`."""
+
+    request_id: int
+    position: int
+    most: int
+    is_drafted_by_executor: bool
+
+
+class LengthController(Protocol):
+    """Chooses how many drafts each request verifies, for the sake of the whole batch."""
+
+    def choose(
+        self, candidates: Sequence[Candidate], shape: StepShape, step_time: StepTimeModel
+    ) -> Sequence[int]:
+        """0 … most for each candidate. `shape` is the step without any of their drafts."""
+        ...
+
+    def observe(self, request_id: int, num_drafts: int, num_accepted: int) -> None: ...
+
+    def forget(self, request_id: int) -> None: ...
+
+
+class SpeculativeDrafter:
+    """The drafter of an engine (see `core.drafting.Drafter`). Without a controller lengths are fixed."""
+
+    def __init__(self, controller: LengthController | None = None) -> None:
+        self._lookup = LookupProposer()
+        self._controller = controller
+
+    def draft(
+        self, rooms: Sequence[DraftRoom], shape: StepShape, step_time: StepTimeModel
+    ) -> Sequence[Draft]:
+        drafts = [self._propose(room) for room in rooms]
+        if self._controller is None:
+            return drafts
+        chosen = [
+            i for i, room in enumerate(rooms) if drafts[i].num_tokens and is_adaptive(room.request)
+        ]
+        if not chosen:
+            return drafts
+        fixed = [
+            (room.request, draft.num_tokens)
+            for i, (room, draft) in enumerate(zip(rooms, drafts))
+            if i not in chosen and draft.num_tokens
+        ]
+        lengths = self._controller.choose(
+            [self._candidate(rooms[i].request, drafts[i]) for i in chosen],
+            _with_drafts(shape, fixed, step_time),
+            step_time,
+        )
+        for i, length in zip(chosen, lengths, strict=True):
+            drafts[i] = drafts[i].cut(length) if length else NO_DRAFT
+        return drafts
+
+    def _propose(self, room: DraftRoom) -> Draft:
+        speculation = room.request.sampling.speculation
+        assert speculation is not None
+        if speculation.method in ("ngram", "suffix"):
+            token_ids = self._lookup.propose(room.request, speculation, room.most)
+            return Draft(len(token_ids), token_ids)
+        return Draft(room.most)
+
+    def _candidate(self, request: Request, draft: Draft) -> Candidate:
+        return Candidate(
+            request.request_id, request.num_tokens, draft.num_tokens, not draft.token_ids
+        )
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        if self._controller is not None and is_adaptive(request):
+            self._controller.observe(request.request_id, num_drafts, num_accepted)
+
+    def forget(self, request: Request) -> None:
+        self._lookup.forget(request)
+        if self._controller is not None:
+            self._controller.forget(request.request_id)
+
+
+def is_adaptive(request: Request) -> bool:
+    """Whether a controller chooses its draft lengths: where a draft can't change the answer's law or bytes."""
+    speculation = request.sampling.speculation
+    return speculation is not None and speculation.adaptive and speculation.acceptance == "coupled"
+
+
+def _with_drafts(
+    shape: StepShape, drafts: Sequence[tuple[Request, int]], step_time: StepTimeModel
+) -> StepShape:
+    for request, num_drafts in drafts:
+        shape = StepShape(
+            shape.num_decode_rows + num_drafts,
+            shape.num_prefill_tokens,
+            shape.num_keys + step_time.keys(request.num_tokens, num_drafts),
+            shape.num_sampled + num_drafts,
+        )
+    return shape

@@ -1,0 +1,168 @@
+"""Whole answers of tiny models are the same bytes with speculation as without: in any mix, cut, stopped and preempted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poise import LLM, RequestOutput, SamplingParams
+from poise.core.drafting import Draft, DraftRoom
+from poise.core.request import Request
+from poise.core.step_time import StepShape, StepTimeModel
+from tiny_models import TinyModel, byte_tokens, write_gguf
+
+MODELS = {
+    "llama": TinyModel("llama", num_heads=6, num_kv_heads=2, seed=1),
+    "gemma3": TinyModel(
+        "gemma3", num_layers=4, num_kv_heads=1, head_dim=64, window_period=3, sliding_window=24
+    ),
+}
+NUM_PROMPTS = 14
+PROMPTS = [
+    [3 + (7 * i + j * j) % 97 for j in range(1 + (11 * i) % 37)]
+    if i % 3
+    else [5, 6, 7, 8] * (2 + i)
+    for i in range(NUM_PROMPTS)
+]
+
+
+def parameters(index: int) -> SamplingParams:
+    """Every parameter of the sampler and every way to end, in turn."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.3},
+        {"temperature": 0, "frequency_penalty": 0.7, "logit_bias": {9: 3.0, 11: -5.0}},
+        {"temperature": 0.7, "n": 3, "max_tokens": 9},
+        {"temperature": 0.5, "min_tokens": 12, "stop_token_ids": list(range(20, 120))},
+        {"temperature": 0, "prompt_logprobs": 1, "logprobs": 5},
+        {"temperature": 0.9, "allowed_token_ids": list(range(60, 90)), "bad_words": ["ab", "b"]},
+        {"temperature": 0, "stop": ["!", "a", "Q1"], "min_tokens": 3},
+        {"temperature": 1.0, "max_tokens": 1},
+        {"temperature": 0.3, "stop": ["e", "x", "0"], "include_stop_str_in_output": True},
+    ]
+    common = {"max_tokens": 24, "logprobs": 1, "seed": 100 + index, "ignore_eos": index % 2 == 0}
+    return SamplingParams(**{**common, **asked[index % len(asked)]})
+
+
+class KnowingDrafter:
+    """Drafts the answers that were given without speculation, some tokens spoilt: any acceptance, at any place."""
+
+    def __init__(self, answers: dict[tuple[tuple[int, ...], int, int], list[int]]) -> None:
+        self.answers = answers
+        self.random = random.Random(5)
+        self.num_drafts = 0
+        self.num_accepted = 0
+        self.cut = 0  # answers that ended inside an accepted run
+
+    def draft(
+        self, rooms: Sequence[DraftRoom], shape: StepShape, step_time: StepTimeModel
+    ) -> list[Draft]:
+        return [self._draft(*room) for room in rooms]
+
+    def _draft(self, request: Request, most: int) -> Draft:
+        sampling = request.sampling
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
+        known = self.answers[prompt, sampling.seed, sampling.choice]
+        drafts = known[request.num_output_tokens :][:most]
+        drafts += [7] * (most - len(drafts))  # past a stop
+        if self.random.random() < 0.5:
+            drafts[self.random.randrange(most)] = self.random.randrange(288)
+        return Draft(most, tuple(drafts))
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(params=["llama", "gemma3", "llama-int8"], scope="module")
+def roomy(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """An engine with room for everybody, and what others of its model are made with."""
+    architecture, _, dtype = request.param.partition("-")
+    options: dict[str, Any] = {"kv_cache_dtype": dtype or "bf16", "threads": 2}
+    options["model"] = str(folder / f"{architecture}.gguf")
+    model = MODELS[architecture]
+    tokens = [*byte_tokens(model.vocab_size)[:-1], "ab"]
+    metadata = {"tokenizer.ggml.tokens": tokens}.items()
+    write_gguf(Path(options["model"]), model, "Q8_0", metadata=metadata)
+    with LLM(**options, max_model_len=96) as llm:
+        yield llm, options
+
+
+def generate(llm: LLM, speculative: Any = None) -> list[Any]:
+    params = [parameters(index) for index in range(NUM_PROMPTS)]
+    for asked in params:
+        object.__setattr__(asked, "speculative", speculative)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+    llm._engine._scheduler.check_invariants()
+    return [content(output) for output in outputs]
+
+
+def content(output: RequestOutput) -> Any:
+    choices = [
+        (c.token_ids, c.text, c.logprobs, c.finish_reason, c.stop_reason) for c in output.outputs
+    ]
+    return output.prompt_token_ids, output.prompt_logprobs, choices
+
+
+def knowing(llm: LLM, answers: list[Any]) -> KnowingDrafter:
+    drafter = KnowingDrafter(
+        {
+            (tuple(prompt), 100 + index, choice): list(answer[0])
+            for index, (prompt, _, choices) in enumerate(answers)
+            for choice, answer in enumerate(choices)
+        }
+    )
+    drafting = llm._engine._scheduler._drafting
+    assert drafting is not None
+    drafting.drafter = drafter
+    return drafter
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_answers_are_the_same_bytes(roomy: tuple[LLM, dict[str, Any]], k: int) -> None:
+    llm, options = roomy
+    expected = generate(llm)
+    small = {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 6 + 3 * k,
+        "max_model_len": 96,
+        "kv_cache_memory_bytes": 6 * llm_page_bytes(llm) * len(kv_groups(llm)),
+    }
+    speculative = {"method": "ngram", "num_speculative_tokens": k, "adaptive": False}
+    with LLM(**options, **small) as cramped:
+        drafter = knowing(cramped, expected)
+        assert generate(cramped, speculative) == expected
+        assert cramped._engine._scheduler.stats().counters.num_preemptions > 0
+        assert 0 < drafter.num_accepted < drafter.num_drafts
+    original = llm._engine._scheduler._drafting.drafter  # type: ignore[union-attr]
+    drafter = knowing(llm, expected)
+    assert generate(llm, speculative) == expected  # prompts are in the cache now
+    assert 0 < drafter.num_accepted < drafter.num_drafts
+    llm._engine._scheduler._drafting.drafter = original  # type: ignore[union-attr]
+    for method in ("ngram", "suffix"):
+        looking = {**speculative, "method": method, "prompt_lookup_min": 1}
+        before = llm._engine._scheduler.draft_counters.num_accepted_tokens
+        assert generate(llm, looking) == expected
+        assert llm._engine._scheduler.draft_counters.num_accepted_tokens > before
+
+
+def kv_groups(llm: LLM) -> Sequence[Any]:
+    return llm._engine._scheduler._kv_cache.no_blocks
+
+
+def llm_page_bytes(llm: LLM) -> int:
+    details = llm.info.details
+    return int(details["kv_bytes"]) // llm._engine._scheduler._kv_cache.pool.num_blocks
