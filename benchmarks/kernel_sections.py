@@ -15,11 +15,14 @@ ROWS = Callable[[dict[str, Any]], Iterator[str]]
 
 
 def sections(records: Path) -> Iterator[str]:
-    """All of them, the latest record of each kind."""
+    """All of them: of each kind the latest record, of models every record with one that later ones lack."""
     for pattern, title, rows in KINDS:
-        found = sorted(records.glob(pattern))
-        if found:
-            yield section(found[-1], title, rows)
+        seen: set[str] = set()
+        for path in sorted(records.glob(pattern), reverse=True):
+            shows = set(msgspec.json.decode(path.read_bytes()).get("shapes", ("all",)))
+            if not shows <= seen:
+                yield section(path, title, rows)
+            seen |= shows
 
 
 def section(path: Path, title: str, rows: ROWS) -> str:
