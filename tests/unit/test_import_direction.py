@@ -13,7 +13,7 @@ import poise
 PACKAGE = Path(poise.__file__).parent
 FOUNDATION = {"errors"}
 SETTINGS = {"config", "config_values", "machine"}
-NUMBERS = {"sampling", "models", "kernels", "weights", "tokenizer"}
+NUMBERS = {"sampling", "spec_decode", "models", "kernels", "weights", "tokenizer"}
 MAY_IMPORT = {
     "core": {"core"} | FOUNDATION,
     **dict.fromkeys(NUMBERS, {"core"} | NUMBERS | SETTINGS | FOUNDATION),
