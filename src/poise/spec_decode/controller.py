@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from poise.core.step_time import StepShape
+from poise.spec_decode.drafter import Candidate
 
 DECAY: Final = 0.95  # of a request's counts, per step of its own with drafts
 COMMON_DECAY: Final = 0.995
@@ -24,15 +25,6 @@ FIRST_GUESS: Final = 0.6  # share accepted, where nothing was drafted yet
 FIRST_PROBE: Final = 16  # steps without drafts before a probe; each probe in vain doubles the wait
 LAST_PROBE: Final = 256
 PROBE_DRAFTS: Final = 2
-
-
-class Candidate(NamedTuple):
-    """A request that could verify up to `most` drafts in this step; its known tokens end before `position`."""
-
-    request_id: int
-    position: int
-    most: int
-    is_drafted_by_executor: bool
 
 
 class StepTimes(Protocol):

@@ -16,11 +16,11 @@ from poise.spec_decode.controller import (
     FIRST_PROBE,
     LAST_PROBE,
     PROBE_DRAFTS,
-    Candidate,
     DraftLengthController,
     Record,
     best_lengths,
 )
+from poise.spec_decode.drafter import Candidate
 
 
 class Stairs:
