@@ -13,13 +13,12 @@ import poise
 PACKAGE = Path(poise.__file__).parent
 FOUNDATION = {"errors"}
 SETTINGS = {"config", "config_values", "machine"}
-NUMBERS = {"sampling", "models", "kernels", "weights", "tokenizer"}
+NUMBERS = {"sampling", "spec_decode", "models", "kernels", "weights", "tokenizer"}
 MAY_IMPORT = {
     "core": {"core"} | FOUNDATION,
     **dict.fromkeys(NUMBERS, {"core"} | NUMBERS | SETTINGS | FOUNDATION),
-    "spec_decode": {"core", "spec_decode"} | NUMBERS | SETTINGS | FOUNDATION,
-    "executor": {"core", "executor", "spec_decode"} | NUMBERS | SETTINGS | FOUNDATION,
-    "engine": {"core", "executor", "engine", "spec_decode"} | NUMBERS | SETTINGS | FOUNDATION,
+    "executor": {"core", "executor"} | NUMBERS | SETTINGS | FOUNDATION,
+    "engine": {"core", "executor", "engine"} | NUMBERS | SETTINGS | FOUNDATION,
     "server": {"core", "engine", "server"} | SETTINGS | FOUNDATION,
     "bench": {"bench", "weights"} | SETTINGS | FOUNDATION,
     "planner": {"core", "models", "planner"} | SETTINGS | FOUNDATION,

@@ -142,6 +142,11 @@ class StepTimeModel:
             num_keys += decode_length * self._full_layers
         return StepShape(num_decodes, num_prefill, num_keys, num_sampled)
 
+    @property
+    def cost(self) -> StepCost:
+        """The model that is corrected."""
+        return self._cost
+
     # --- predicting -------------------------------------------------------------------------------
 
     def predict(self, shape: StepShape) -> float:

@@ -29,6 +29,7 @@ from poise.engine.step_times import fit_key, store_fit, stored_fit
 from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
 from poise.executor.step_cost import probe
+from poise.spec_decode.controller import DraftLengthController
 from poise.spec_decode.drafter import SpeculativeDrafter
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
@@ -140,7 +141,7 @@ def assemble_engine(
         fit=fit or {},
     )
     kv_cache = KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache)
-    drafter = SpeculativeDrafter()
+    drafter = SpeculativeDrafter(DraftLengthController())
     recording = None
     if limits.record_schedule is None:
         scheduler = setup.scheduler(kv_cache, clock, drafter)

@@ -7,14 +7,32 @@ without speculation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from poise.core.step_time import StepShape, StepTimeModel
 from poise.errors import ConfigError
 from poise.planner.inputs import between, distribution, positive, whole
 from poise.planner.report import Column, Report, Table, Unit
 
 LARGEST_K = 64
 SHOWN_K = 8
+
+
+class StepCosts(Protocol):
+    """What a step with k drafts for each request costs, in plain steps; 1 without any."""
+
+    def of_step(self, k: int) -> float: ...
+
+    def in_words(self, k: int) -> str:
+        """The equation of a step with k drafts, k at least 1."""
+        ...
+
+    @property
+    def draft(self) -> float:
+        """Of that, each drafted token's."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +47,60 @@ class Costs:
         """A step with k drafted tokens; without any it is a plain step."""
         return 1.0 if k == 0 else k * self.draft + self.verify + k * self.verify_per_token
 
+    def in_words(self, k: int) -> str:
+        return (
+            f"k·draft + verify + k·per token = {k}·{self.draft:g} + {self.verify:g} + "
+            f"{k}·{self.verify_per_token:g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """From seconds of steps: `seconds[k]` of a batch in which each request verifies k drafts."""
+
+    seconds: Sequence[float]
+    draft: float = 0.0
+
+    def of_step(self, k: int) -> float:
+        return k * self.draft + self.seconds[k] / self.seconds[0]
+
+    def in_words(self, k: int) -> str:
+        return (
+            f"k·draft + step with k drafts / plain step = {k}·{self.draft:g} + "
+            f"{1e3 * self.seconds[k]:.3g} ms / {1e3 * self.seconds[0]:.3g} ms"
+        )
+
+
+def measured_costs(
+    times: StepTimeModel, batch: int, context: int, draft: float = 0.0
+) -> MeasuredCosts:
+    """Of `batch` requests, each with `context` tokens, as an engine's own step times predict."""
+
+    def seconds(k: int) -> float:
+        rows = batch * (k + 1)
+        return times.predict(StepShape(rows, 0, batch * times.keys(context, k + 1), rows))
+
+    return MeasuredCosts([seconds(k) for k in range(LARGEST_K + 1)], draft)
+
 
 def expected_tokens(acceptance: float, k: int) -> float:
     """(1 − a^(k+1)) / (1 − a): the accepted prefix of k drafts and the token that the step draws itself."""
     return sum(acceptance**i for i in range(k + 1))
 
 
-def speedup(acceptance: float, k: int, costs: Costs) -> float:
+def operations(acceptance: float, k: int, draft: float = 0.0) -> float:
+    """Arithmetic for each token, relative to none drafted; `draft`: of a drafted token, relative to the target's.
+
+    Section 3.4: (1 − a)(γĉ + γ + 1) / (1 − a^(γ+1)).
+    """
+    return (k * draft + k + 1) / expected_tokens(acceptance, k)
+
+
+def speedup(acceptance: float, k: int, costs: StepCosts) -> float:
     return expected_tokens(acceptance, k) / costs.of_step(k)
 
 
-def break_even(k: int, costs: Costs) -> float | None:
+def break_even(k: int, costs: StepCosts) -> float | None:
     """The acceptance at which k drafts neither gain nor lose; None where even certain acceptance loses, and without drafts."""
     cost = costs.of_step(k)
     if k == 0 or cost > k + 1:
@@ -53,7 +114,7 @@ def break_even(k: int, costs: Costs) -> float | None:
     return high
 
 
-def best_k(acceptance: float, costs: Costs, largest: int = LARGEST_K) -> int:
+def best_k(acceptance: float, costs: StepCosts, largest: int = LARGEST_K) -> int:
     """The k of the largest speed-up, 0 (off) where nothing gains; the smaller of equals."""
     return max(range(largest + 1), key=lambda k: (speedup(acceptance, k, costs), -k))
 
@@ -67,8 +128,15 @@ def plan(
     verify_cost_per_token: object = 0.0,
     p: object = None,
     q: object = None,
+    step_times: StepTimeModel | None = None,
+    batch: object = 1,
+    context: object = 256,
 ) -> Report:
-    """The report. `p` and `q`: probabilities of the target's and the draft's next token."""
+    """The report. `p` and `q`: probabilities of the target's and the draft's next token.
+
+    `step_times`, as an engine measured them, say what verifying costs a batch of `batch` requests of `context`
+    tokens, instead of `verify_cost` and `verify_cost_per_token`.
+    """
     report = Report("speculation", "Speculative decoding")
     if (p is None) != (q is None):
         raise ConfigError("--p and --q belong together: the target's and the draft's probabilities")
@@ -79,11 +147,17 @@ def plan(
         raise ConfigError("give --acceptance, or --p and --q from which it follows")
     a = mass if acceptance is None else between("--acceptance", acceptance, 0, 1)
     assert a is not None
-    costs = Costs(
-        between("--draft-cost", draft_cost, 0, 1e6),
+    draft = between("--draft-cost", draft_cost, 0, 1e6)
+    costs: StepCosts = Costs(
+        draft,
         positive("--verify-cost", verify_cost, 1e6),
         between("--verify-cost-per-token", verify_cost_per_token, 0, 1e6),
     )
+    if step_times is not None:
+        if costs != Costs(draft):
+            raise ConfigError("--verify-cost and --verify-cost-per-token are measured with --model")
+        rows = whole("--batch", batch, 1, 4096)
+        costs = measured_costs(step_times, rows, whole("--context", context, 1), draft)
     best = best_k(a, costs)
     chosen = best if k is None else whole("--k", k, 0, LARGEST_K)
     report.title = f"Speculative decoding, {chosen} drafted tokens a step"
@@ -98,7 +172,7 @@ def plan(
         f"tokens({best}) / cost({best})",
     )  # fmt: skip
     _table(report, a, costs, best)
-    if costs.draft == 0 and costs.verify_per_token == 0:
+    if costs.of_step(LARGEST_K) == costs.of_step(1):
         report.notes.append(
             "Drafts are taken as free, so more always seem better: give --draft-cost and --verify-cost-per-token."
         )
@@ -109,7 +183,7 @@ def plan(
     return report
 
 
-def _chosen(report: Report, a: float, k: int, costs: Costs, source: str) -> None:
+def _chosen(report: Report, a: float, k: int, costs: StepCosts, source: str) -> None:
     tokens, cost = expected_tokens(a, k), costs.of_step(k)
     report.add("acceptance", "acceptance", 100 * a, Unit.PERCENT, source)
     report.add(
@@ -118,10 +192,13 @@ def _chosen(report: Report, a: float, k: int, costs: Costs, source: str) -> None
     )  # fmt: skip
     report.add(
         "step_cost", "cost of a step", cost, Unit.PLAIN_STEPS,
-        f"k·draft + verify + k·per token = {k}·{costs.draft:g} + {costs.verify:g} + "
-        f"{k}·{costs.verify_per_token:g}" if k else "a plain step",
+        costs.in_words(k) if k else "a plain step",
     )  # fmt: skip
     report.add("speedup", "speed-up", tokens / cost, Unit.TIMES, "expected tokens / cost of a step")
+    report.add(
+        "operations", "arithmetic per token", operations(a, k, costs.draft), Unit.TIMES,
+        "(k·draft + k + 1) / expected tokens, a draft's arithmetic taken for its cost",
+    )  # fmt: skip
     even = break_even(k, costs)
     report.add(
         "break_even_acceptance", "break-even acceptance", None if even is None else 100 * even,
@@ -132,7 +209,7 @@ def _chosen(report: Report, a: float, k: int, costs: Costs, source: str) -> None
     )  # fmt: skip
 
 
-def _table(report: Report, a: float, costs: Costs, best: int) -> None:
+def _table(report: Report, a: float, costs: StepCosts, best: int) -> None:
     shown = sorted({*range(SHOWN_K + 1), best})
     rows = []
     for k in shown:

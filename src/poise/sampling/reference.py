@@ -24,17 +24,22 @@ from poise.kernels.reference_math import (
     row_sum,
     subtract,
 )
+from poise.spec_decode.acceptance import verify
 
 Bools = NDArray[np.bool_]
 GREEDY_BELOW = np.float32(1e-5)
-TOKEN_STREAM = 0
+TOKEN_STREAM, ACCEPTANCE_STREAM, RESIDUAL_STREAM = 0, 1, 2
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row to sample. `target` ≥ 0 reports that token instead; `num_logprobs` −1 reports nothing."""
+    """One row to sample. `target` ≥ 0 reports that token instead; `num_logprobs` −1 reports nothing.
+
+    `draft` ≥ 0 is accepted or another token drawn, by the rule of `rejection`; it was drawn from
+    `draft_probabilities` [vocab], or was certain.
+    """
 
     seed: int = 0
     position: int = 0
@@ -53,6 +58,8 @@ class Row:
     banned: Sequence[int] = ()
     num_logprobs: int = -1
     target: int = -1
+    draft: int = -1
+    draft_probabilities: F32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,9 @@ def sample_row(logits: F32, row: Row) -> Result:
             token = int(np.argmax(z))
         else:
             kept = filter_tokens(z, row)
-            token = int(np.argmax(np.where(kept, gumbel_scores(z, row), np.float32(-np.inf))))
+            certain = z.max() == np.inf  # an overflow: no probabilities
+            verifies = 0 <= row.draft < len(z) and not certain
+            token = verify_draft(z, kept, row) if verifies else draw(z, kept, row, TOKEN_STREAM)
             assert kept[token]
     if row.num_logprobs < 0:
         return Result(0, token)
@@ -134,18 +143,45 @@ def filter_tokens(z: F32, row: Row) -> Bools:
     return kept
 
 
-def gumbel_scores(z: F32, row: Row) -> F32:
-    """z − log(E) with E the exponential variate that belongs to each token."""
-    blocks = np.arange(-(-len(z) // 4), dtype=np.uint32)
-    counter = (blocks, row.position, row.choice, TOKEN_STREAM)
-    words = philox(counter, (row.seed & 0xFFFFFFFF, row.seed >> 32)).reshape(-1)[: len(z)]
-    return subtract(z, log(exponential(words)))
+def draw(z: F32, kept: Bools, row: Row, stream: int) -> int:
+    """The token that Gumbel-max draws among those kept."""
+    scores = subtract(z, log_noise(row, len(z), stream))
+    return int(np.argmax(np.where(kept, scores, np.float32(-np.inf))))
+
+
+def verify_draft(z: F32, kept: Bools, row: Row) -> int:
+    """The row's draft, or another token in its place, by the rule of spec_decode/acceptance."""
+    q = None if row.draft_probabilities is None else row.draft_probabilities[np.newaxis]
+    left = np.where(kept, z, np.float32(-np.inf))[np.newaxis]
+    noise = log_noise(row, len(z), RESIDUAL_STREAM)[np.newaxis]
+    return int(verify(left, q, np.array([row.draft]), acceptance_uniform(row), noise)[0])
+
+
+def acceptance_uniform(row: Row) -> F32:
+    """[1], between 0 and 1: what decides about the draft at this position."""
+    counter = (0, row.position, row.choice, ACCEPTANCE_STREAM)
+    words = philox(counter, (row.seed & 0xFFFFFFFF, row.seed >> 32))
+    return uniform(words[0, :1])
+
+
+def log_noise(row: Row, vocab: int, stream: int) -> F32:
+    """log(E) with E the exponential variate that belongs to each token."""
+    blocks = np.arange(-(-vocab // 4), dtype=np.uint32)
+    counter = (blocks, row.position, row.choice, stream)
+    words = philox(counter, (row.seed & 0xFFFFFFFF, row.seed >> 32)).reshape(-1)[:vocab]
+    return log(exponential(words))
+
+
+def uniform(words: NDArray[np.uint32]) -> F32:
+    """A number between 0 and 1, without both, from each random word."""
+    u = multiply(add(words.astype(np.float32), np.float32(0.5)), np.float32(2.0**-32))
+    below_one: F32 = np.minimum(u, np.float32(1 - 2.0**-24))
+    return below_one
 
 
 def exponential(words: NDArray[np.uint32]) -> F32:
     """An exponential variate from each random word, accurate down to 2⁻³³."""
-    u = multiply(add(words.astype(np.float32), np.float32(0.5)), np.float32(2.0**-32))
-    u = np.minimum(u, np.float32(1 - 2.0**-24))
+    u = uniform(words)
     one = np.float32(1)
     t = subtract(one, u)
     return -add(log(t), divide(subtract(subtract(one, t), u), t))

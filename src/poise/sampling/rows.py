@@ -21,6 +21,7 @@ Records = NDArray[np.void]
 OK, NOT_FINITE, NO_CANDIDATE = 0, 1, 2  # SamplingStatus
 NO_LOGPROBS = -1
 NO_TARGET = -1
+NO_DRAFT = -1
 
 
 def _record_type(fields: Sequence[tuple[str, int, str]], itemsize: int) -> np.dtype[np.void]:
@@ -102,6 +103,7 @@ class SamplingState:
             frequency_penalty=params.frequency_penalty,
             num_logprobs=NO_LOGPROBS if params.logprobs is None else params.logprobs,
             target=NO_TARGET,
+            draft=NO_DRAFT,
             bias_ids=_address(self._bias_ids),
             bias_values=_address(self._bias_values),
             num_bias=len(bias),

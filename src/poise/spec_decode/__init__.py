@@ -1,1 +1,1 @@
-"""Speculative decoding: who drafts, and how much. What is accepted is decided where tokens are drawn."""
+"""Speculative decoding: who drafts, how much, and by which rule a draft becomes a token."""

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 
 from poise.config import SchedulerConfig
 from poise.core.clock import ManualClock
-from poise.core.output import SchedulerOutput
+from poise.core.output import KVGroupSpec, SchedulerOutput
 from poise.core.policy import FAIR, FCFS, PRIORITY
 from poise.core.request import RequestOwner
 from poise.core.step_time import StepCost, StepShape, StepTimeModel
@@ -21,7 +21,7 @@ from poise.engine.async_client import InProcessClient
 from poise.engine.client import EngineRequest, RequestDelta, deltas_of
 from poise.engine.scheduling import limits_of, policy_of
 from poise.engine.scheduling_metrics import SchedulingMetrics
-from poise.engine.step_times import FILE, LEAST_STEPS, store_fit, stored_fit
+from poise.engine.step_times import FILE, LEAST_STEPS, store_fit, stored_fit, stored_model
 from poise.errors import ConfigError, QueueFullError
 
 
@@ -156,7 +156,13 @@ def test_a_fit_is_found_again_under_its_key(
         model.observe(StepShape(1 + number % 4, 0, 1, 1), 2.0)
     store_fit("key", model)
     assert stored_fit("key") == model.fit
+    again = stored_model("key", [KVGroupSpec("full", 1)])
+    assert again is not None
+    for rows in range(1, 9):
+        shape = StepShape(rows, 0, 10 * rows, rows)
+        assert again.predict(shape) == model.predict(shape)
     assert stored_fit("another") is None
+    assert stored_model("another", [KVGroupSpec("full", 1)]) is None
     for number in range(100):
         store_fit(f"key {number}", model)
     assert stored_fit("key") is None

@@ -28,7 +28,7 @@ class Rows:
         for name in (
             *("seed", "position", "choice", "temperature", "top_p", "top_k", "min_p"),
             *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-            *("num_logprobs", "target"),
+            *("num_logprobs", "target", "draft"),
         ):
             record[name] = getattr(row, name)
         for pointer, count, values in (
@@ -40,6 +40,8 @@ class Rows:
             record[pointer] = self._address(values, np.int32)
             record[count] = len(values)
         record["bias_values"] = self._address(list(row.bias.values()), np.float32)
+        if row.draft_probabilities is not None:
+            record["draft_probabilities"] = self._address(row.draft_probabilities, np.float32)
         if row.allowed is not None:
             flags = np.zeros(-(-vocab // 32) * 32, bool)
             flags[list(row.allowed)] = True

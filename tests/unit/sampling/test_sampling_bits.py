@@ -102,6 +102,13 @@ def random_row(rng: np.random.Generator, vocab: int) -> Row:
         row = replace(row, banned=ids(rng.integers(1, 4)))
     if rng.random() < 0.1:
         row = replace(row, target=int(rng.integers(vocab)), num_logprobs=int(rng.integers(0, 21)))
+    if rng.random() < 0.3:
+        q = rng.random(vocab).astype(np.float32) ** 4 if rng.random() < 0.5 else None
+        row = replace(
+            row,
+            draft=int(rng.integers(vocab + 2)),
+            draft_probabilities=None if q is None else q / q.sum(dtype=np.float32),
+        )
     return row
 
 

@@ -29,7 +29,7 @@ def philox(seed: int, block: int, position: int, choice: int, stream: int, isa: 
 def sampling_row_fields() -> list[tuple[str, int, str]]: ...
 def sampling_result_fields() -> list[tuple[str, int, str]]: ...
 
-SAMPLING_ROW_BYTES: int = 120
+SAMPLING_ROW_BYTES: int = 128
 
 SAMPLING_RESULT_BYTES: int = 180
 

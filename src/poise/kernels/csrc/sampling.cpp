@@ -14,6 +14,7 @@ constexpr float INF = __builtin_inff();
 constexpr float GREEDY_BELOW = 1e-5f;
 constexpr int BLOCK = 64;  // tokens of one vector Philox evaluation
 constexpr int NONE = -1;
+enum Stream : uint32_t { TOKENS = 0, ACCEPTANCE = 1, RESIDUAL = 2 };
 
 // Keeps a token iff its logit is above `z`, or equal and its id is at most `last_id`.
 struct Prefix {
@@ -354,9 +355,9 @@ inline F32 exp_bound(F32 y) {
     return from_bits(to_int(fma(y, set1(12102203.16f), set1(1065353216.0f + 25166.0f))));
 }
 
-// argmax of z − log(E). E ≥ u and E ≥ 2⁻³³ (−log E < 22.9), so a token wins only if z − best > −23 and
+// argmax of z − log(E), E from `stream`. E ≥ u and E ≥ 2⁻³³ (−log E < 22.9), so a token wins only if z − best > −23 and
 // u < e^(z − best): most blocks and nearly all logarithms are skipped.
-int draw(const float* z, int vocab, Prefix kept, const SamplingRow& row) {
+int draw(const float* z, int vocab, Prefix kept, const SamplingRow& row, Stream stream = TOKENS) {
     float best = -INF;
     int winner = NONE;
     for (int block = 0; block < vocab && best < INF; block += BLOCK) {
@@ -373,7 +374,7 @@ int draw(const float* z, int vocab, Prefix kept, const SamplingRow& row) {
         }
         if (!any) continue;
         I32 words[4];
-        philox(row.seed, (uint32_t)(block / 4), row.position, row.choice, 0, words);
+        philox(row.seed, (uint32_t)(block / 4), row.position, row.choice, stream, words);
         for (int j = 0; j < 4; j++) {
             if (!lanes[j]) continue;
             const F32 u = uniform(words[j]);
@@ -392,12 +393,60 @@ int draw(const float* z, int vocab, Prefix kept, const SamplingRow& row) {
     return winner;
 }
 
+// ---- a draft: accepted, or another drawn (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2.3)
+
+// The word of counter (0, position, choice, ACCEPTANCE), as a number between 0 and 1.
+float acceptance_uniform(const SamplingRow& row) {
+    I32 words[4];
+    philox(row.seed, 0, row.position, row.choice, ACCEPTANCE, words);
+    return lane0(uniform(words[0]));
+}
+
+// p / q of a token: e^(z − top) / mass of those kept against what the draft was drawn from.
+bool accepts(const float* z, int vocab, float top, Prefix kept, float mass, const SamplingRow& row) {
+    const int x = row.draft;
+    if (!(z[x] > kept.z || (z[x] == kept.z && x <= kept.last_id))) return false;
+    const float p = lane0(exp(set1(z[x] - top))) / mass;
+    const float* q = (const float*)(uintptr_t)row.draft_probabilities;
+    return acceptance_uniform(row) * (q ? q[x] : 1.0f) < p;
+}
+
+// From what p has more of than q; from p itself where rounding leaves it nothing.
+int draw_residual(const float* z, int vocab, float top, Prefix kept, float mass, const SamplingRow& row, SamplingScratch& s) {
+    const float* q = (const float*)(uintptr_t)row.draft_probabilities;
+    if (!q) {
+        if (z != s.z) copy_allowed(z, vocab, nullptr, s.z);
+        s.z[row.draft] = -INF;
+        return draw(s.z, vocab, kept, row, RESIDUAL);
+    }
+    float* surplus = (float*)s.spare;
+    bool any = false;
+    for (int i = 0; i < vocab; i += LANES) {
+        const F32 x = load_at(z, i, vocab);
+        const F32 p = select(mask_from_bits(kept_lanes(x, kept, i)), exp(x - set1(top)) / set1(mass), zero());
+        const F32 r = p - load_at(q, i, vocab);
+        const Mask more = greater(r, zero());
+        store_at(surplus, select(more, log(r), set1(-INF)), i, vocab);
+        any |= (mask_bits(more) & first_lanes(vocab - i)) != 0;
+    }
+    return any ? draw(surplus, vocab, EVERYTHING, row, RESIDUAL) : draw(z, vocab, kept, row, RESIDUAL);
+}
+
+int accept_or_redraw(const float* z, int vocab, float top, Prefix kept, const SamplingRow& row, SamplingScratch& s) {
+    const float mass = kept_mass(z, vocab, top, kept);
+    if (accepts(z, vocab, top, kept, mass, row)) return row.draft;
+    return draw_residual(z, vocab, top, kept, mass, row, s);
+}
+
+// An overflow (`top` is +Inf) leaves no probabilities: its winner is certain, as with greedy.
 int choose(const float* logits, int vocab, float top, const SamplingRow& row, SamplingScratch& s) {
     const float* z = processed(logits, vocab, row, s);
     if (z != logits) top = largest(z, vocab);
     if (top == -INF) return NONE;
     if (row.temperature < GREEDY_BELOW) return first_equal(z, vocab, top);
-    return draw(z, vocab, filtered(z, vocab, top, row, s), row);
+    const Prefix kept = filtered(z, vocab, top, row, s);
+    if (inside(row.draft, vocab) && top < INF) return accept_or_redraw(z, vocab, top, kept, row, s);
+    return draw(z, vocab, kept, row);
 }
 
 // ---- log-probabilities, from the raw logits

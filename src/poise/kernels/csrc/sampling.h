@@ -15,6 +15,7 @@ struct SamplingRow {
     uint64_t bias_values;    // float32
     uint64_t allowed_mask;   // bit v % 32 of uint32 word v / 32 allows token v; 0: all are allowed
     uint64_t banned_ids;     // int32 ids
+    uint64_t draft_probabilities;  // float32 [vocab] that `draft` was drawn from; 0: the draft was certain
     uint64_t seed;
     int32_t num_prompt_tokens, num_output_tokens, num_bias, num_banned;
     float temperature, top_p, min_p;  // below 1e-5 is greedy; top_p ≥ 1 and min_p 0 are off
@@ -24,9 +25,9 @@ struct SamplingRow {
     int32_t target;        // −1: sample; else report this token instead
     uint32_t position;     // absolute position of the token drawn
     uint32_t choice;
-    uint32_t padding;
+    int32_t draft;  // −1: none; else this token is accepted or another drawn, by the rule of `rejection`
 };
-static_assert(sizeof(SamplingRow) == 7 * 8 + 16 * 4 && sizeof(SamplingRow) % 8 == 0);
+static_assert(sizeof(SamplingRow) == 8 * 8 + 16 * 4 && sizeof(SamplingRow) % 8 == 0);
 
 enum SamplingStatus : int32_t {
     SAMPLING_OK = 0,

@@ -78,6 +78,7 @@ nb::list sampling_row_fields() {
     POISE_FIELD(SamplingRow, bias_values, "u8");
     POISE_FIELD(SamplingRow, allowed_mask, "u8");
     POISE_FIELD(SamplingRow, banned_ids, "u8");
+    POISE_FIELD(SamplingRow, draft_probabilities, "u8");
     POISE_FIELD(SamplingRow, seed, "u8");
     POISE_FIELD(SamplingRow, num_prompt_tokens, "i4");
     POISE_FIELD(SamplingRow, num_output_tokens, "i4");
@@ -94,6 +95,7 @@ nb::list sampling_row_fields() {
     POISE_FIELD(SamplingRow, target, "i4");
     POISE_FIELD(SamplingRow, position, "u4");
     POISE_FIELD(SamplingRow, choice, "u4");
+    POISE_FIELD(SamplingRow, draft, "i4");
     return fields;
 }
 
