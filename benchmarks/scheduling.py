@@ -67,7 +67,10 @@ class Rig:
         self.loaded = load_executor(self.checkpoint, self.cache, limits, ComputeConfig())
         self.tokenizer = Tokenizer(self.checkpoint.tokenizer)
         loaded = self.loaded
-        self.fit = probe(loaded.executor, loaded.kv_groups, loaded.block_size, loaded.step_cost)
+        most = limits.max_num_batched_tokens
+        self.fit = probe(
+            loaded.executor, loaded.kv_groups, loaded.block_size, loaded.step_cost, most
+        )
 
     def engine(
         self,
