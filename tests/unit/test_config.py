@@ -18,6 +18,7 @@ from poise.config import (
     ModelSource,
     SchedulerConfig,
     ServerConfig,
+    SpeculationConfig,
     environment_name,
     flag_names,
     flag_of,
@@ -32,6 +33,7 @@ def test_defaults_come_from_the_dataclasses() -> None:
     assert settings.cache == CacheConfig()
     assert settings.scheduler == SchedulerConfig()
     assert settings.compute == ComputeConfig()
+    assert settings.speculation == SpeculationConfig()
     assert settings.server == ServerConfig()
     assert settings.notes == ()
     assert {origin.source for origin in settings.origins.values()} == {"default"}
@@ -81,12 +83,15 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "enable-profiling": "true",
         "scheduling-policy": "priority",
         "watermark": "0.77",
+        "speculative-config": '{"method": "suffix"}',
+        "spec-method": "ngram",
+        "spec-tokens": "7",
     }.get(name, "77")
     place = environment_name(name)
     twin = resolve({}, {place: text})
     assert [origin for origin in twin.origins.values() if origin.source == place]
     file = tmp_path / "poise.toml"
-    file.write_text(f'{name} = "{text}"\n')
+    file.write_text(f"{name} = '{text}'\n")
     assert resolve({}, {}, file).values() == twin.values()
 
 
