@@ -24,6 +24,7 @@ from poise.config import (
     flag_of,
     resolve,
 )
+from poise.core.speculation import Speculation
 from poise.errors import ConfigError
 
 
@@ -93,6 +94,41 @@ def test_each_flag_has_an_environment_twin_and_a_key(
     file = tmp_path / "poise.toml"
     file.write_text(f"{name} = '{text}'\n")
     assert resolve({}, {}, file).values() == twin.values()
+
+
+def test_speculation_by_flags_by_json_and_by_table(tmp_path: Path) -> None:
+    assert resolve({}, {}).speculation.default is None
+    wanted = Speculation("suffix", 6)
+    by_flags = resolve({"spec-method": "suffix", "spec-tokens": "6"}, {})
+    assert by_flags.speculation.default == wanted
+    text = '{"num_speculative_tokens": 6, "method": "suffix"}'
+    assert resolve({"speculative-config": text}, {}).speculation.default == wanted
+    file = tmp_path / "poise.toml"
+    file.write_text('[speculative-config]\nmethod = "suffix"\nnum_speculative_tokens = 6\n')
+    assert resolve({}, {}, file).speculation.default == wanted
+    assert resolve({"spec-tokens": "2"}, {}).speculation.default == Speculation("ngram", 2)
+    assert resolve({"spec-method": "off"}, {}).speculation.default is None
+    drafting = resolve({"spec-model": "small.gguf"}, {}).speculation
+    assert (drafting.draft_model, drafting.default) == ("small.gguf", Speculation("draft_model"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"speculative-config": "{"}, "expected JSON"),
+        ({"speculative-config": "3"}, "expected a JSON object"),
+        ({"speculative-config": '{"metod": "ngram"}'}, "no field 'metod'"),
+        ({"speculative-config": '{"method": "eagle"}'}, "'eagle'.*ngram"),
+        ({"speculative-config": '{"num_speculative_tokens": 33}'}, "1 to 32"),
+        ({"speculative-config": "{}", "spec-method": "ngram"}, "give one of them"),
+        ({"spec-method": "draft_model"}, "needs a model"),
+        ({"spec-method": "ngram", "spec-model": "small.gguf"}, "nothing drafts with it"),
+        ({"speculative-config": '{"method": "draft_model", "model": 3}'}, "expected a text"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(given: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        resolve(given, {})
 
 
 @pytest.mark.parametrize(
