@@ -115,7 +115,8 @@ class ModelRunnerOutput:
 
     `token_ids`: tokens drawn (absent for a request that did not sample): accepted drafts, then one more. `logprobs`: one entry per drawn token, for
     requests that asked. `prompt_logprobs`: entries for prompt positions start+1 … (a row at position p scores token p+1).
-    `broken`: requests whose logits held a NaN or +Inf; no token was drawn.
+    `broken`: requests whose logits held a NaN or +Inf; no token was drawn. Where that may come from a draft's row, the
+    request has no token (`token_ids` holds an empty list): all its rows of the step have to be computed again, without drafts.
     """
 
     token_ids: dict[int, list[int]]

@@ -449,7 +449,8 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         """Takes what the executor made of `output`; requests aborted meanwhile are skipped."""
         self._end_step(output)
-        self._kv_cache.confirm_step(result.broken)
+        spoilt = {request_id for request_id, drawn in result.token_ids.items() if not drawn}
+        self._kv_cache.confirm_step(result.broken | spoilt)
         now = self._clock.now()
         self._learn(output, now)
         updates = []
@@ -502,6 +503,10 @@ class Scheduler:
             self._kv_cache.forget_content(request)
             self._finish(request, "error")
             return RequestUpdate(request, (), finish_reason="error")
+        if item.samples and not result.token_ids[request.request_id]:
+            assert self._drafting is not None, "nothing but a draft spoils a step"
+            self._drafting.undo(request, item)
+            return None
         update = take_result(request, item, result, self.limits.max_model_len)
         if update is None or not item.samples:
             return update

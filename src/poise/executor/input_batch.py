@@ -160,8 +160,14 @@ class InputBatch:
 
     def settle(self, scheduled: ScheduledRequest) -> None:
         """The request's tokens of a step with drafts are known: pages past the last but one are not its own any more."""
-        state = self._states[scheduled.request_id]
-        state.num_blocks = -(-(state.num_known - 1) // self._block_size)
+        self._trim(scheduled.request_id, self._states[scheduled.request_id].num_known - 1)
+
+    def undo(self, scheduled: ScheduledRequest) -> None:
+        """A step with drafts is to be computed again: pages past those of earlier steps are not its own any more."""
+        self._trim(scheduled.request_id, scheduled.start)
+
+    def _trim(self, request_id: int, num_computed: int) -> None:
+        self._states[request_id].num_blocks = -(-num_computed // self._block_size)
 
     def _place_drafts(self, state: RequestState, scheduled: ScheduledRequest) -> None:
         end = state.num_known + scheduled.num_drafts

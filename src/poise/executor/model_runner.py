@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.core.output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, WorkDone
-from poise.executor.input_batch import InputBatch
+from poise.executor.input_batch import NO_DRAFT, InputBatch
 from poise.executor.profile import ExecutorProfile
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.cpu.recorded import WorkCounter
@@ -76,8 +76,12 @@ class ModelRunner:
                 continue
             counts = statuses[i] == OK and token_id == row.draft
             if statuses[i] != OK:
-                if row.place == 0:  # else it breaks when its draft is known
+                if row.place:
+                    continue  # it breaks again when its draft is known
+                if row.draft == NO_DRAFT:
                     broken.add(row.request_id)
+                else:  # the NaN may be a draft's: it shows in all rows of a block of keys
+                    drawn[row.request_id] = []
             elif row.draws:
                 drawn.setdefault(row.request_id, []).append(token_id)
                 self._batch.append(row.request_id, token_id)
@@ -88,8 +92,11 @@ class ModelRunner:
         for request_id in broken:
             drawn.pop(request_id, None)
         for scheduled in output.scheduled:
-            if scheduled.num_drafts and scheduled.request_id not in broken:
-                self._batch.settle(scheduled)
+            if scheduled.num_drafts:
+                if drawn[scheduled.request_id]:
+                    self._batch.settle(scheduled)
+                else:
+                    self._batch.undo(scheduled)
         return ModelRunnerOutput(drawn, logprobs, prompt_logprobs, frozenset(broken))
 
     def logits(self, step: Step, out: NDArray[np.float32]) -> None:

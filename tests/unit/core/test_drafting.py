@@ -165,6 +165,39 @@ def test_drafts_keep_a_tenants_quota() -> None:
     assert_answer(harness, request)
 
 
+def test_a_request_that_its_drafts_spoil_goes_on_without() -> None:
+    harness = Harness(block_size=2)
+    first = harness.add([1, 2, 3, 4, 5], max_tokens=12, speculation=drafts(5))
+    harness.executor.broken.add(first.request_id)
+    output = harness.schedule()
+    assert output.scheduled[0].num_drafts > 0
+    assert harness.update(output, harness.executor.execute(output)) == []
+    assert (first.num_computed_tokens, first.num_blocks) == (0, 0)
+    sharer = Request.create(9, [1, 2, 3, 4, 5], first.sampling, 1, 0.0)
+    assert harness.kv_cache.lookup(sharer) is None  # what the step wrote can't be found
+    harness.executor.broken.clear()
+    while harness.scheduler.has_unfinished:
+        assert all(item.num_drafts == 0 for item in harness.step().scheduled)
+    assert_answer(harness, first)
+    second = harness.add([6, 7], max_tokens=12, speculation=drafts(5))
+    harness.executor.broken.add(second.request_id)
+    harness.drain()
+    assert harness.outcomes[second.request_id].finish_reason == "error"
+
+
+def test_what_others_take_from_a_step_is_not_put_at_risk_by_drafts() -> None:
+    """The second request is to hit the block that the first one's prompt fills in the same step."""
+    harness = Harness(block_size=4, max_num_batched_tokens=40)
+    harness.add([1, 2, 3, 4, 5], max_tokens=9, speculation=drafts(4))
+    harness.add([1, 2, 3, 4, 6, 7], max_tokens=9, speculation=drafts(4))
+    output = harness.step()
+    first, second = output.scheduled
+    assert second.start == 4
+    assert first.num_drafts == 0
+    assert second.num_drafts > 0
+    harness.drain()
+
+
 def test_a_step_that_failed_or_was_left_keeps_no_page() -> None:
     harness = Harness(block_size=2)
     failing = harness.add([1, 2, 3], max_tokens=20, speculation=drafts(5))
