@@ -103,7 +103,9 @@ class Drafting:
         drafts = self.drafter.draft(rooms, shape, step_time)
         for (request, _), draft in zip(rooms, drafts, strict=True):
             fitting = draft.cut(self._most(plan, request)) if draft.num_tokens else draft
+            fitting = self._within_target(fitting, request, shape, step_time)
             if fitting.num_tokens > 0:
+                shape = step_time.with_drafts(shape, request.num_tokens, fitting.num_tokens)
                 block_ids = self._running.take_draft_pages(request, fitting.num_tokens)
                 plan.add_drafts(request, fitting.num_tokens, fitting.token_ids, block_ids)
 
@@ -119,6 +121,21 @@ class Drafting:
         )
         most = min(speculation.num_speculative_tokens, num_wanted - 1, plan.budget.num_left)
         return self._running.num_draft_tokens(request, most) if most > 0 else 0
+
+    def _within_target(
+        self, draft: Draft, request: Request, shape: StepShape, step_time: StepTimeModel
+    ) -> Draft:
+        """As much of it as lets the step end within the target for gaps, by prediction."""
+        target = self._limits.target_itl_seconds
+        if target is None:
+            return draft
+        start, num_tokens = request.num_tokens, draft.num_tokens
+        while (
+            num_tokens
+            and step_time.predict(step_time.with_drafts(shape, start, num_tokens)) > target
+        ):
+            num_tokens -= 1
+        return draft.cut(num_tokens)
 
     def undo(self, request: Request, item: ScheduledRequest) -> None:
         """A draft spoilt the request's rows of the step: they are computed again, and nothing is drafted any more."""

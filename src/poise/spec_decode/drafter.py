@@ -55,14 +55,13 @@ class SpeculativeDrafter:
         ]
         if not chosen:
             return drafts
-        fixed = [
-            (room.request, draft.num_tokens)
-            for i, (room, draft) in enumerate(zip(rooms, drafts))
-            if i not in chosen and draft.num_tokens
-        ]
+        for i, (room, draft) in enumerate(zip(rooms, drafts)):
+            if i not in chosen:
+                start = room.request.num_tokens
+                shape = step_time.with_drafts(shape, start, draft.num_tokens)
         lengths = self._controller.choose(
             [self._candidate(rooms[i].request, drafts[i]) for i in chosen],
-            _with_drafts(shape, fixed, step_time),
+            shape,
             step_time,
         )
         for i, length in zip(chosen, lengths, strict=True):
@@ -96,16 +95,3 @@ def is_adaptive(request: Request) -> bool:
     """Whether a controller chooses its draft lengths: where a draft can't change the answer's law or bytes."""
     speculation = request.sampling.speculation
     return speculation is not None and speculation.adaptive and speculation.acceptance == "coupled"
-
-
-def _with_drafts(
-    shape: StepShape, drafts: Sequence[tuple[Request, int]], step_time: StepTimeModel
-) -> StepShape:
-    for request, num_drafts in drafts:
-        shape = StepShape(
-            shape.num_decode_rows + num_drafts,
-            shape.num_prefill_tokens,
-            shape.num_keys + step_time.keys(request.num_tokens, num_drafts),
-            shape.num_sampled + num_drafts,
-        )
-    return shape

@@ -7,6 +7,7 @@ from core_harness import FULL_AND_SLIDING, Harness, answer_alone
 
 from poise.core.request import Request, RequestOwner
 from poise.core.speculation import Speculation
+from poise.core.step_time import StepCost, StepTimeModel
 from poise.core.tenant import Tenant, TenantTable
 
 
@@ -59,6 +60,19 @@ def test_rows_for_drafts_are_those_that_nobody_else_needs() -> None:
     assert output.num_tokens <= 8
     harness.drain()
     assert_answer(harness, request)
+
+
+def test_drafts_keep_the_target_for_gaps() -> None:
+    cost = StepCost(per_step=1.0, per_token=0.1, per_key=0.0, per_sampled=0.0)
+    for target, most in ((1.35, 2), (1.05, 0), (None, 4)):
+        harness = Harness(step_time=StepTimeModel(cost), target_itl_seconds=target)
+        request = harness.add([1, 2, 3], max_tokens=20, speculation=drafts(4))
+        harness.scheduler._learn = lambda output, now: None  # type: ignore[method-assign]
+        counts = []
+        while harness.scheduler.has_unfinished:
+            counts += [item.num_drafts for item in harness.step().scheduled if item.start > 2]
+        assert max(counts) == most
+        assert_answer(harness, request)
 
 
 def test_a_prompt_that_is_not_yet_computed_drafts_nothing() -> None:
