@@ -73,7 +73,14 @@ def build_engine(
     tell(f"loading {checkpoint.name} ({checkpoint.format})")
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
-        loaded = load_executor(checkpoint, cache, scheduler, compute)
+        default = speculation.default
+        loaded = load_executor(
+            checkpoint,
+            cache,
+            scheduler,
+            compute,
+            drafts_itself=default is not None and default.method == "self",
+        )
         fit = stored_fit(_fit_key(loaded)) or probe(
             loaded.executor,
             loaded.kv_groups,
@@ -91,7 +98,7 @@ def build_engine(
             tenants,
             fit,
             local_secret(),
-            speculation.default,
+            default,
         )
 
 
@@ -153,7 +160,7 @@ def assemble_engine(
         fit=fit or {},
     )
     kv_cache = KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache)
-    drafter = drafter or SpeculativeDrafter(DraftLengthController())
+    drafter = drafter or SpeculativeDrafter(DraftLengthController(loaded.draft_seconds))
     recording = None
     if limits.record_schedule is None:
         scheduler = setup.scheduler(kv_cache, clock, drafter)
@@ -196,6 +203,9 @@ def assemble_engine(
         info=info,
         metrics=metrics,
         clock=clock,
-        speculation=SpeculationOffer(speculation),
+        speculation=SpeculationOffer(
+            speculation,
+            ("ngram", "suffix", *(("self",) if loaded.draft_seconds is not None else ())),
+        ),
         on_close=on_close,
     )

@@ -74,7 +74,8 @@ class SpeculativeDrafter:
         if speculation.method in ("ngram", "suffix"):
             token_ids = self._lookup.propose(room.request, speculation, room.most)
             return Draft(len(token_ids), token_ids)
-        return Draft(room.most)
+        num_unknown = room.request.num_tokens - room.request.num_computed_tokens
+        return Draft(room.most) if num_unknown == 1 else NO_DRAFT  # no prompt is computed twice
 
     def _candidate(self, request: Request, draft: Draft) -> Candidate:
         return Candidate(
