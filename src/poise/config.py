@@ -10,12 +10,14 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from poise.config_flags import Alias, check, flag_of, setting
+from poise.config_flags import Flag as Flag
+from poise.config_speculation import SpeculationConfig as SpeculationConfig
 from poise.config_values import (
-    Parser,
     fraction,
     fraction_of_memory,
     integer,
@@ -34,44 +36,6 @@ Activations = Literal["int8", "bf16"]
 KVCacheDtype = Literal["bf16", "int8"]
 
 NOT_FLAGS = ("POISE_HOME", "POISE_ISA")  # read where they matter, before any flag is known
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """Another flag that sets the same field, its value translated; `note` tells the user what it did."""
-
-    name: str
-    parse: Parser
-    help: str
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """How users name a field and write its value. `why` gives the reason for the default in `--explain`."""
-
-    name: str  # without dashes in front: "max-num-seqs"
-    default: Any
-    parse: Parser
-    help: str
-    why: str
-    aliases: tuple[Alias, ...] = ()
-    secret: bool = False  # never shown
-
-
-def setting(
-    default: Any,
-    name: str,
-    parse: Parser,
-    help: str,  # noqa: A002 - the word typer uses for the same thing
-    why: str,
-    *aliases: Alias,
-    secret: bool = False,
-) -> Any:
-    """A dataclass field with its flag."""
-    return field(
-        default=default, metadata={"flag": Flag(name, default, parse, help, why, aliases, secret)}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,25 +263,12 @@ class ServerConfig:
             raise ConfigError("--tenants and --api-key: give one; the tenants file has the keys")
 
 
-def check(config: Any) -> None:
-    """Raises ConfigError for a field that its own flag would refuse; the default of a field is always fine."""
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if value == flag_of(item).default:
-            continue
-        try:
-            parsed = flag_of(item).parse(value)
-        except ValueError as error:
-            raise ConfigError(f"{item.name}={value!r} is not valid: {error}") from None
-        if type(parsed) is not type(value):
-            raise ConfigError(f"{item.name}={value!r} is not valid: expected {parsed!r}")
-
-
 CONFIG_CLASSES: tuple[type, ...] = (
     ModelSource,
     CacheConfig,
     SchedulerConfig,
     ComputeConfig,
+    SpeculationConfig,
     ServerConfig,
 )
 
@@ -338,6 +289,7 @@ class Settings:
     cache: CacheConfig
     scheduler: SchedulerConfig
     compute: ComputeConfig
+    speculation: SpeculationConfig
     server: ServerConfig
     origins: Mapping[str, Origin]
     notes: tuple[str, ...]
@@ -345,17 +297,20 @@ class Settings:
     def values(self) -> dict[str, object]:
         """Effective value of each flag, in the table's order."""
         result: dict[str, object] = {}
-        for config in (self.source, self.cache, self.scheduler, self.compute, self.server):
+        for config in self._configs():
             for item in fields(config):
                 result[flag_of(item).name] = getattr(config, item.name)
         return result
 
-
-def flag_of(item: Field[Any]) -> Flag:
-    """The flag that a field's metadata holds."""
-    flag = item.metadata["flag"]
-    assert isinstance(flag, Flag)
-    return flag
+    def _configs(self) -> tuple[Any, ...]:
+        return (
+            self.source,
+            self.cache,
+            self.scheduler,
+            self.compute,
+            self.speculation,
+            self.server,
+        )
 
 
 def flags(classes: Sequence[type] = CONFIG_CLASSES) -> list[Flag]:
@@ -408,8 +363,8 @@ def resolve(
             else:
                 values[item.name], origins[flag.name] = found
         configs.append(cls(**values))
-    source, cache, scheduler, compute, server = configs
-    return Settings(source, cache, scheduler, compute, server, origins, tuple(notes))
+    source, cache, scheduler, compute, speculation, server = configs
+    return Settings(source, cache, scheduler, compute, speculation, server, origins, tuple(notes))
 
 
 Layer = Mapping[str, tuple[str, object]]  # flag name -> (place, raw value)

@@ -5,6 +5,7 @@ Knows types and ranges, not which setting they belong to. Each parser raises Val
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,6 +136,18 @@ def switch(value: object) -> bool:
     if word in FALSE_WORDS:
         return False
     raise ValueError("expected true or false")
+
+
+def json_object(value: object) -> str:
+    """An object, as JSON or as a TOML table; it becomes JSON with its keys in order."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"expected JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return json.dumps(value, sort_keys=True)
 
 
 def words(value: object) -> tuple[str, ...]:

@@ -20,9 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from rich.console import Console
 from rich.progress import Progress
 
-from poise.config import Activations, CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
+from poise.config import (
+    Activations,
+    CacheConfig,
+    ComputeConfig,
+    ModelSource,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from poise.config_values import json_object
 from poise.core.sampling_params import SamplingParams
-from poise.core.speculation import resolve_speculation
 from poise.engine.client import EngineInfo, EngineRequest
 from poise.engine.input_processor import resolve_seed
 from poise.engine.llm_engine import LLMEngine
@@ -79,7 +86,6 @@ class LLM:
     ) -> None:
         from poise.engine.build import build_engine  # needs the native kernels; the rest doesn't
 
-        speculation = resolve_speculation(speculative_config, None)
         console = Console(stderr=True) if sys.stderr.isatty() else None
         engine = build_engine(
             ModelSource(model, served_model_name, offline, load_format),
@@ -88,7 +94,9 @@ class LLM:
                 max_num_seqs, max_num_batched_tokens, max_model_len
             ).without_queue_bounds(),
             ComputeConfig(threads, activations, enable_shared_prefix_attention),
-            speculation=speculation,
+            speculation=SpeculationConfig(
+                None if speculative_config is None else json_object(dict(speculative_config))
+            ),
             console=console,
         )
         self._start(engine, seed)

@@ -88,6 +88,16 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         off={"enable-shared-prefix-attention": "false"},
     ),
     Optimisation(
+        name="speculative decoding",
+        flag="--spec-method",
+        kind="exact",
+        check="poise verify --check speculation",
+        experiment="benchmarks/speculation.py: the same requests with and without, in turn; compare tokens per second",
+        way_back='--spec-method off, or "speculative": false in a request',
+        state=lambda settings: _on(settings.speculation.default is not None),
+        off={"spec-method": "off"},
+    ),
+    Optimisation(
         name="worker threads",
         flag="--threads",
         kind="exact",

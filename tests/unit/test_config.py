@@ -18,11 +18,13 @@ from poise.config import (
     ModelSource,
     SchedulerConfig,
     ServerConfig,
+    SpeculationConfig,
     environment_name,
     flag_names,
     flag_of,
     resolve,
 )
+from poise.core.speculation import Speculation
 from poise.errors import ConfigError
 
 
@@ -32,6 +34,7 @@ def test_defaults_come_from_the_dataclasses() -> None:
     assert settings.cache == CacheConfig()
     assert settings.scheduler == SchedulerConfig()
     assert settings.compute == ComputeConfig()
+    assert settings.speculation == SpeculationConfig()
     assert settings.server == ServerConfig()
     assert settings.notes == ()
     assert {origin.source for origin in settings.origins.values()} == {"default"}
@@ -81,13 +84,51 @@ def test_each_flag_has_an_environment_twin_and_a_key(
         "enable-profiling": "true",
         "scheduling-policy": "priority",
         "watermark": "0.77",
+        "speculative-config": '{"method": "suffix"}',
+        "spec-method": "ngram",
+        "spec-tokens": "7",
     }.get(name, "77")
     place = environment_name(name)
     twin = resolve({}, {place: text})
     assert [origin for origin in twin.origins.values() if origin.source == place]
     file = tmp_path / "poise.toml"
-    file.write_text(f'{name} = "{text}"\n')
+    file.write_text(f"{name} = '{text}'\n")
     assert resolve({}, {}, file).values() == twin.values()
+
+
+def test_speculation_by_flags_by_json_and_by_table(tmp_path: Path) -> None:
+    assert resolve({}, {}).speculation.default is None
+    wanted = Speculation("suffix", 6)
+    by_flags = resolve({"spec-method": "suffix", "spec-tokens": "6"}, {})
+    assert by_flags.speculation.default == wanted
+    text = '{"num_speculative_tokens": 6, "method": "suffix"}'
+    assert resolve({"speculative-config": text}, {}).speculation.default == wanted
+    file = tmp_path / "poise.toml"
+    file.write_text('[speculative-config]\nmethod = "suffix"\nnum_speculative_tokens = 6\n')
+    assert resolve({}, {}, file).speculation.default == wanted
+    assert resolve({"spec-tokens": "2"}, {}).speculation.default == Speculation("ngram", 2)
+    assert resolve({"spec-method": "off"}, {}).speculation.default is None
+    drafting = resolve({"spec-model": "small.gguf"}, {}).speculation
+    assert (drafting.draft_model, drafting.default) == ("small.gguf", Speculation("draft_model"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"speculative-config": "{"}, "expected JSON"),
+        ({"speculative-config": "3"}, "expected a JSON object"),
+        ({"speculative-config": '{"metod": "ngram"}'}, "no field 'metod'"),
+        ({"speculative-config": '{"method": "eagle"}'}, "'eagle'.*ngram"),
+        ({"speculative-config": '{"num_speculative_tokens": 33}'}, "1 to 32"),
+        ({"speculative-config": "{}", "spec-method": "ngram"}, "give one of them"),
+        ({"spec-method": "draft_model"}, "needs a model"),
+        ({"spec-method": "ngram", "spec-model": "small.gguf"}, "nothing drafts with it"),
+        ({"speculative-config": '{"method": "draft_model", "model": 3}'}, "expected a text"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(given: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        resolve(given, {})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import poise
 
 PACKAGE = Path(poise.__file__).parent
 FOUNDATION = {"errors"}
-SETTINGS = {"config", "config_values", "machine"}
+SETTINGS = {"config", "config_flags", "config_speculation", "config_values", "machine"}
 NUMBERS = {"sampling", "spec_decode", "models", "kernels", "weights", "tokenizer"}
 MAY_IMPORT = {
     "core": {"core"} | FOUNDATION,

@@ -17,7 +17,14 @@ import click
 
 from poise.cli.generate import sampling_options
 from poise.cli.options import model_argument, settings_options
-from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig, Settings
+from poise.config import (
+    CacheConfig,
+    ComputeConfig,
+    ModelSource,
+    SchedulerConfig,
+    Settings,
+    SpeculationConfig,
+)
 from poise.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ Ctrl-C stops an answer; at the prompt twice, or Ctrl-D once, it leaves."""
 
 @click.command("chat")
 @model_argument
-@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig)
+@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig, SpeculationConfig)
 @sampling_options(None, 0.7)
 @click.option("--system", metavar="TEXT", help="The system message.")
 def command(settings: Settings, system: str | None, **sampling: Any) -> int:

@@ -10,7 +10,14 @@ from typing import Any
 import click
 
 from poise.cli.options import Verb, settings_options
-from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig, Settings
+from poise.config import (
+    CacheConfig,
+    ComputeConfig,
+    ModelSource,
+    SchedulerConfig,
+    Settings,
+    SpeculationConfig,
+)
 from poise.errors import PoiseError
 
 DEFAULT_MAX_TOKENS = 128
@@ -38,7 +45,7 @@ def sampling_options(max_tokens: int | None, temperature: float) -> Callable[[Ve
 
 @click.command("generate")
 @click.argument("prompt")
-@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig)
+@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig, SpeculationConfig)
 @sampling_options(DEFAULT_MAX_TOKENS, 1.0)
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message in a chat.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: text, ids, seed, …")

@@ -45,6 +45,7 @@ def load_engine(settings: Settings, tenants: TenantTable = NO_TENANTS) -> LLMEng
         settings.scheduler,
         settings.compute,
         tenants=tenants,
+        speculation=settings.speculation,
         console=Console(stderr=True),
     )
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from poise.cli.options import model_argument, settings_options
-from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig, Settings
+from poise.config import (
+    CacheConfig,
+    ComputeConfig,
+    ModelSource,
+    SchedulerConfig,
+    Settings,
+    SpeculationConfig,
+)
 from poise.errors import PoiseError
 
 if TYPE_CHECKING:
@@ -22,7 +29,7 @@ MODELLED = "bytes are modelled, not counted"
 
 @click.command("profile")
 @model_argument
-@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig)
+@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig, SpeculationConfig)
 @click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--output-tokens", type=click.IntRange(1), default=128, show_default=True)

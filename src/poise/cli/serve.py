@@ -29,6 +29,7 @@ from poise.config import (
     SchedulerConfig,
     ServerConfig,
     Settings,
+    SpeculationConfig,
 )
 from poise.core.tenant import NO_TENANTS
 
@@ -46,7 +47,9 @@ TEXT_FORMATTER = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     epilog="Each flag has an environment twin (POISE_MAX_NUM_SEQS) and may stand in a TOML file (--config).",
 )
 @model_argument
-@settings_options(ModelSource, CacheConfig, SchedulerConfig, ComputeConfig, ServerConfig)
+@settings_options(
+    ModelSource, CacheConfig, SchedulerConfig, ComputeConfig, SpeculationConfig, ServerConfig
+)
 @click.option("--explain", is_flag=True, help="Show each setting, its origin and reason, and stop.")
 def command(settings: Settings, explain: bool) -> None:
     """Serve MODEL behind the OpenAI API."""

@@ -119,6 +119,8 @@ def summary(times: dict[str, Any]) -> str:
     line = f"choice {times['index']}: {total:.3f} s, of these {'; '.join(parts)}"
     if times["cached_tokens"]:
         line += f"; {times['cached_tokens']} prompt tokens were cached"
+    if times["drafted_tokens"]:
+        line += f"; {times['accepted_tokens']} of {times['drafted_tokens']} drafted tokens accepted"
     if times["num_preemptions"]:
         line += f"; preempted {times['num_preemptions']} times"
     if times["finish_reason"] is not None:

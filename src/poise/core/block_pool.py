@@ -42,6 +42,10 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self._num_references[block_id] == 0
 
+    def is_shared(self, block_id: int) -> bool:
+        """Whether several requests refer to it."""
+        return self._num_references[block_id] > 1
+
     def take(self, tenant: str = DEFAULT_TENANT_NAME) -> int:
         """A free page for a tenant, whose it is from now on; its old content is the caller's to forget."""
         if self._blank:

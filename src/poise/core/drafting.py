@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from poise.core.limits import Limits
+from poise.core.output import ScheduledRequest
 from poise.core.request import Request
 from poise.core.running import RunningRequests
 from poise.core.step_plan import StepPlan
@@ -92,6 +93,7 @@ class Drafting:
             DraftRoom(request, most)
             for request in self._running
             if request.sampling.speculation is not None
+            and request.may_draft
             and plan.samples(request)
             and (most := self._most(plan, request)) > 0
         ]
@@ -101,7 +103,9 @@ class Drafting:
         drafts = self.drafter.draft(rooms, shape, step_time)
         for (request, _), draft in zip(rooms, drafts, strict=True):
             fitting = draft.cut(self._most(plan, request)) if draft.num_tokens else draft
+            fitting = self._within_target(fitting, request, shape, step_time)
             if fitting.num_tokens > 0:
+                shape = step_time.with_drafts(shape, request.num_tokens, fitting.num_tokens)
                 block_ids = self._running.take_draft_pages(request, fitting.num_tokens)
                 plan.add_drafts(request, fitting.num_tokens, fitting.token_ids, block_ids)
 
@@ -109,14 +113,35 @@ class Drafting:
         """What the request asked for, within the answer's end, the context, the step's tokens and the pages."""
         speculation = request.sampling.speculation
         assert speculation is not None
-        if request.needs_prompt_logprobs:
-            return 0
+        if request.needs_prompt_logprobs or self._running.kv_cache.has_sharers_in_step(request):
+            return 0  # a draft may spoil what another request takes from this step
         num_wanted = min(
             request.max_tokens - request.num_output_tokens,
             self._limits.max_model_len - request.num_tokens,
         )
         most = min(speculation.num_speculative_tokens, num_wanted - 1, plan.budget.num_left)
         return self._running.num_draft_tokens(request, most) if most > 0 else 0
+
+    def _within_target(
+        self, draft: Draft, request: Request, shape: StepShape, step_time: StepTimeModel
+    ) -> Draft:
+        """As much of it as lets the step end within the target for gaps, by prediction."""
+        target = self._limits.target_itl_seconds
+        if target is None:
+            return draft
+        start, num_tokens = request.num_tokens, draft.num_tokens
+        while (
+            num_tokens
+            and step_time.predict(step_time.with_drafts(shape, start, num_tokens)) > target
+        ):
+            num_tokens -= 1
+        return draft.cut(num_tokens)
+
+    def undo(self, request: Request, item: ScheduledRequest) -> None:
+        """A draft spoilt the request's rows of the step: they are computed again, and nothing is drafted any more."""
+        request.may_draft = False
+        request.num_computed_tokens = item.start
+        self.settle(request, item.num_drafts, 0)
 
     def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A step has returned and accepted so many of the request's drafts; its tokens are known."""

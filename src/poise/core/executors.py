@@ -83,7 +83,7 @@ class ScriptedExecutor:
     """Simulates KV pages: each slot (page, offset) holds the group and the prefix written there.
 
     Within a step all rows are written before any row attends, as in a real model's layers. `broken`
-    are requests to report as broken; `fail_next` makes the next step raise after it has overwritten
+    are requests to report as broken, once they have no drafts; `fail_next` makes the next step raise after it has overwritten
     its pages with rubbish.
     """
 
@@ -244,7 +244,11 @@ class ScriptedExecutor:
             if not item.samples:
                 continue
             if item.request_id in self.broken:
-                broken.add(item.request_id)
+                if item.num_drafts:
+                    token_ids[item.request_id] = []
+                    self._undo(held, item)
+                else:
+                    broken.add(item.request_id)
                 continue
             drawn = token_ids[item.request_id] = self._draw(held, drafts)
             if params.logprobs is not None:
@@ -268,9 +272,20 @@ class ScriptedExecutor:
             held.append(drawn[-1])
         return drawn
 
+    def _undo(self, held: _Held, item: ScheduledRequest) -> None:
+        """What the step has written is spoilt."""
+        for _, position, slot in list(self._visible_slots(held, item.start, held.end)):
+            if position >= item.start:
+                self._slots[slot] = None
+        held.end = item.start
+        self._trim(held)
+
     def _settle(self, held: _Held, num_accepted: int) -> None:
         """Accepted drafts have their KV in pages; pages past it are no longer the request's."""
         held.end += num_accepted
+        self._trim(held)
+
+    def _trim(self, held: _Held) -> None:
         for table in held.block_tables:
             del table[-(-held.end // self._block_size) :]
 

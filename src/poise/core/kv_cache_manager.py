@@ -270,6 +270,10 @@ class KVCacheManager:
         request.num_blocks += num_new * len(self._windows)
         return tuple(tuple(table[num_held:]) for table in request.block_tables)
 
+    def has_sharers_in_step(self, request: Request) -> bool:
+        """Whether another request uses a page that this one's rows of the step in the making fill."""
+        return any(map(self.pool.is_shared, self._pending.get(request.request_id, ())))
+
     def trim(self, request: Request) -> None:
         """Gives back pages past the computed tokens: rejected drafts wrote there."""
         num_kept = -(-request.num_computed_tokens // self.block_size)

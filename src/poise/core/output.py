@@ -115,13 +115,16 @@ class ModelRunnerOutput:
 
     `token_ids`: tokens drawn (absent for a request that did not sample): accepted drafts, then one more. `logprobs`: one entry per drawn token, for
     requests that asked. `prompt_logprobs`: entries for prompt positions start+1 … (a row at position p scores token p+1).
-    `broken`: requests whose logits held a NaN or +Inf; no token was drawn.
+    `broken`: requests whose logits held a NaN or +Inf; no token was drawn. Where that may come from a draft's row, the
+    request has no token (`token_ids` holds an empty list): all its rows of the step have to be computed again, without drafts.
+    `draft_seconds`: of the step, spent on making drafts.
     """
 
     token_ids: dict[int, list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     broken: frozenset[int] = frozenset()
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

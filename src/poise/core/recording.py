@@ -405,6 +405,7 @@ def _result_line(result: ModelRunnerOutput) -> Line:
         "tokens": [[request_id, ids] for request_id, ids in result.token_ids.items()],
         "prompt_logprobs": [[i, len(entries)] for i, entries in result.prompt_logprobs.items()],
         "broken": sorted(result.broken),
+        "draft_seconds": result.draft_seconds,
     }
 
 
@@ -415,6 +416,7 @@ def _result(line: Line) -> ModelRunnerOutput:
         {},
         {i: [TokenLogprobs(0, 0.0, 1)] * count for i, count in line["prompt_logprobs"]},
         frozenset(line["broken"]),
+        line.get("draft_seconds", 0.0),
     )
 
 

@@ -82,6 +82,7 @@ class Request:
 
     timeline: Timeline = field(default_factory=Timeline)
     num_steps: int = 0  # that gave it rows
+    may_draft: bool = True  # no more where a draft's NaN has reached other rows
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of these, that became tokens of the answer
     num_uncached_tokens: int = (

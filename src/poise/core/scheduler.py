@@ -449,9 +449,10 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         """Takes what the executor made of `output`; requests aborted meanwhile are skipped."""
         self._end_step(output)
-        self._kv_cache.confirm_step(result.broken)
+        spoilt = {request_id for request_id, drawn in result.token_ids.items() if not drawn}
+        self._kv_cache.confirm_step(result.broken | spoilt)
         now = self._clock.now()
-        self._learn(output, now)
+        self._learn(output, now - self._scheduled_at - result.draft_seconds)
         updates = []
         for item in output.scheduled:
             request = self._requests.get(item.request_id)
@@ -466,11 +467,10 @@ class Scheduler:
                 updates.append(update)
         return updates
 
-    def _learn(self, output: SchedulerOutput, now: float) -> None:
-        """What the step took teaches the time model."""
+    def _learn(self, output: SchedulerOutput, seconds: float) -> None:
+        """What the step took, but for making drafts, teaches the time model."""
         if output.scheduled:
-            shape = self.step_time.shape_of(output.scheduled)
-            self.step_time.observe(shape, now - self._scheduled_at)
+            self.step_time.observe(self.step_time.shape_of(output.scheduled), seconds)
 
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
         """The step raised, nothing of it counts: its requests go back to the queue.
@@ -502,6 +502,10 @@ class Scheduler:
             self._kv_cache.forget_content(request)
             self._finish(request, "error")
             return RequestUpdate(request, (), finish_reason="error")
+        if item.samples and not result.token_ids[request.request_id]:
+            assert self._drafting is not None, "nothing but a draft spoils a step"
+            self._drafting.undo(request, item)
+            return None
         update = take_result(request, item, result, self.limits.max_model_len)
         if update is None or not item.samples:
             return update

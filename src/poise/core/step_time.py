@@ -147,6 +147,15 @@ class StepTimeModel:
         """The model that is corrected."""
         return self._cost
 
+    def with_drafts(self, shape: StepShape, start: int, num_drafts: int) -> StepShape:
+        """The step with drafts more, of one request, from position `start` on."""
+        return StepShape(
+            shape.num_decode_rows + num_drafts,
+            shape.num_prefill_tokens,
+            shape.num_keys + self.keys(start, num_drafts),
+            shape.num_sampled + num_drafts,
+        )
+
     # --- predicting -------------------------------------------------------------------------------
 
     def predict(self, shape: StepShape) -> float:

@@ -25,7 +25,7 @@ class Event:
                  steps are one event, `until` is when the last of them was scheduled
     preempted    because, by: the request that got the room (absent: a failed step)
     first_token
-    finished     reason, output_tokens, steps: how many gave it rows
+    finished     reason, output_tokens, steps: how many gave it rows; drafted_tokens, accepted_tokens if it drafted
     """
 
     time: float

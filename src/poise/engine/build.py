@@ -10,8 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
+from poise.config import (
+    CacheConfig,
+    ComputeConfig,
+    ModelSource,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from poise.core.clock import MonotonicClock
+from poise.core.drafting import Drafter
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.prefix_cache import PrefixCache
 from poise.core.recording import RecordingScheduler, SchedulerSetup
@@ -41,6 +48,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+NO_SPECULATION = SpeculationConfig()
+
+
 def build_engine(
     source: ModelSource,
     cache: CacheConfig,
@@ -48,7 +58,7 @@ def build_engine(
     compute: ComputeConfig,
     *,
     tenants: TenantTable = NO_TENANTS,
-    speculation: Speculation | None = None,
+    speculation: SpeculationConfig = NO_SPECULATION,
     console: Console | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> LLMEngine:
@@ -63,7 +73,14 @@ def build_engine(
     tell(f"loading {checkpoint.name} ({checkpoint.format})")
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
-        loaded = load_executor(checkpoint, cache, scheduler, compute)
+        default = speculation.default
+        loaded = load_executor(
+            checkpoint,
+            cache,
+            scheduler,
+            compute,
+            drafts_itself=default is not None and default.method == "self",
+        )
         fit = stored_fit(_fit_key(loaded)) or probe(
             loaded.executor,
             loaded.kv_groups,
@@ -81,7 +98,7 @@ def build_engine(
             tenants,
             fit,
             local_secret(),
-            speculation,
+            default,
         )
 
 
@@ -112,10 +129,12 @@ def assemble_engine(
     fit: Fit | None = None,
     secret: LocalSecret | None = None,
     speculation: Speculation | None = None,
+    drafter: Drafter | None = None,
 ) -> LLMEngine:
     """An engine around an executor that is loaded; engines may share one, in turn.
 
-    `fit` is where predictions of step times start from; `speculation` is for requests that say nothing. Raises ConfigError for tenants that are promised
+    `fit` is where predictions of step times start from; `speculation` is for requests that say nothing, and
+    `drafter` drafts in place of the usual one. Raises ConfigError for tenants that are promised
     more than there is, or a recording that can't be written. Block hashes are keyed with `secret`, by
     default one that is drawn here.
     """
@@ -141,7 +160,7 @@ def assemble_engine(
         fit=fit or {},
     )
     kv_cache = KVCacheManager(loaded.kv_groups, loaded.num_blocks, loaded.block_size, prefix_cache)
-    drafter = SpeculativeDrafter(DraftLengthController())
+    drafter = drafter or SpeculativeDrafter(DraftLengthController(loaded.draft_seconds))
     recording = None
     if limits.record_schedule is None:
         scheduler = setup.scheduler(kv_cache, clock, drafter)
@@ -184,6 +203,9 @@ def assemble_engine(
         info=info,
         metrics=metrics,
         clock=clock,
-        speculation=SpeculationOffer(speculation),
+        speculation=SpeculationOffer(
+            speculation,
+            ("ngram", "suffix", *(("self",) if loaded.draft_seconds is not None else ())),
+        ),
         on_close=on_close,
     )

@@ -58,6 +58,8 @@ class RequestStats:
     queue_seconds: float
     time_to_first_token_seconds: float | None
     total_seconds: float
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # of these, that became tokens of the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,6 +364,8 @@ class LLMEngine:
             queue_seconds=min(scheduled, default=now) - arrival,
             time_to_first_token_seconds=min(first_tokens) - arrival if first_tokens else None,
             total_seconds=now - arrival,
+            num_drafted_tokens=sum(request.num_drafted_tokens for request in requests),
+            num_accepted_tokens=sum(request.num_accepted_tokens for request in requests),
         )
         return replace(delta, stats=stats)
 

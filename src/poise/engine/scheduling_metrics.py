@@ -24,6 +24,7 @@ class SchedulingMetrics:
     def families(self, labels: Mapping[str, str]) -> Iterable[Metric]:
         """Those that name no tenant."""
         yield self._admission(labels)
+        yield from self._drafts(labels)
         yield from self._queue(labels)
         yield _errors(
             "poise_step_time_error",
@@ -47,6 +48,32 @@ class SchedulingMetrics:
         for (decision, reason), count in dict(self._scheduler.admission.decisions).items():
             family.add_metric([*labels.values(), decision, reason], count)
         return family
+
+    def _drafts(self, labels: Mapping[str, str]) -> Iterable[Metric]:
+        """Speculative decoding, under vLLM's names."""
+        counters = self._scheduler.draft_counters
+        for name, documentation, value in (
+            ("num_drafts", "Drafts, one for each step of a request.", counters.num_drafts),
+            ("num_draft_tokens", "Drafted tokens.", counters.num_draft_tokens),
+            (
+                "num_accepted_tokens",
+                "Drafted tokens that were accepted.",
+                counters.num_accepted_tokens,
+            ),
+        ):
+            family = CounterMetricFamily(
+                f"vllm:spec_decode_{name}", documentation, labels=list(labels)
+            )
+            family.add_metric(list(labels.values()), value)
+            yield family
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place in the draft.",
+            labels=[*labels, "position"],
+        )
+        for position, value in enumerate(tuple(counters.accepted_per_position)):
+            family.add_metric([*labels.values(), str(position)], value)
+        yield family
 
     def tenant_families(self, labels: Mapping[str, str]) -> Iterable[Metric]:
         """What each tenant holds and was served: for the operator's eyes."""

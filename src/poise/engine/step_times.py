@@ -15,8 +15,6 @@ import msgspec
 from poise.config import CacheConfig, ComputeConfig
 from poise.core.output import KVGroupSpec
 from poise.core.step_time import KINDS, Fit, StepCost, StepTimeModel
-from poise.executor.load import fingerprint_of, identity_of
-from poise.kernels.cpu import isa
 from poise.machine import cpu_model, default_threads, poise_version
 from poise.models.cost import kv_groups, layer_windows
 from poise.weights.cache import poise_home, write_atomically
@@ -57,6 +55,9 @@ def stored_model(key: str, groups: Sequence[KVGroupSpec]) -> StepTimeModel | Non
 
 def served_model(checkpoint: Checkpoint) -> StepTimeModel | None:
     """What serving this model with default settings has left on this machine."""
+    from poise.executor.load import fingerprint_of, identity_of
+    from poise.kernels.cpu import isa
+
     identity = identity_of(checkpoint.digest(), ComputeConfig(), CacheConfig().kv_dtype)
     key = fit_key(fingerprint_of(identity), isa(), str(default_threads()))
     return stored_model(key, kv_groups(layer_windows(checkpoint.config)).specs)

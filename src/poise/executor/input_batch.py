@@ -7,6 +7,7 @@ runs, and arrays never move while a step runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,14 @@ from numpy.typing import NDArray
 
 from poise.core.output import NewRequest, ScheduledRequest, SchedulerOutput
 from poise.kernels.ops import Step
-from poise.sampling.rows import RESULT_TYPE, Records, SamplingRows, SamplingState, fill_target
+from poise.sampling.rows import (
+    NO_LOGPROBS,
+    RESULT_TYPE,
+    Records,
+    SamplingRows,
+    SamplingState,
+    fill_target,
+)
 
 Int32s = NDArray[np.int32]
 NO_DRAFT = -1
@@ -89,12 +97,21 @@ class InputBatch:
     def __getitem__(self, request_id: int) -> RequestState:
         return self._states[request_id]
 
-    def build(self, output: SchedulerOutput) -> Batch:
-        """Applies the scheduler's changes and lays out the step's rows in its order."""
+    def apply(self, output: SchedulerOutput) -> None:
+        """Takes the scheduler's changes: who is gone, who is new, which pages and drafts are whose."""
         for request_id in output.removed_request_ids:
             self._states.pop(request_id, None)
         for new in output.new_requests:
             self._states[new.request_id] = self._new_state(new)
+        for scheduled in output.scheduled:
+            state = self._states[scheduled.request_id]
+            self._extend(state, scheduled)
+            if scheduled.draft_token_ids:
+                end = state.num_known + scheduled.num_drafts
+                state.tokens[state.num_known : end] = scheduled.draft_token_ids
+
+    def build(self, output: SchedulerOutput) -> Batch:
+        """Lays out the step's rows in the scheduler's order; its changes have been applied, all drafts are placed."""
         row = 0
         logit_rows: list[LogitRow] = []
         logit_indices: list[int] = []
@@ -103,15 +120,12 @@ class InputBatch:
             state = self._states[scheduled.request_id]
             start = scheduled.start
             end, last = row + scheduled.num_rows, start + scheduled.num_rows
-            if scheduled.num_drafts:
-                self._place_drafts(state, scheduled)
             if last == start + 1:  # decoding: two numbers cost less than two slices
                 self._token_ids[row] = state.tokens[start]
                 self._positions[row] = start
             else:
                 self._token_ids[row:end] = state.tokens[start:last]
                 self._positions[row:end] = self._counting[start:last]
-            self._extend(state, scheduled)
             self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
             most_blocks = max(most_blocks, state.num_blocks)
             if state.prompt_logprobs is not None:
@@ -134,10 +148,45 @@ class InputBatch:
                     logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
             row = end
             self._query_start[i + 1] = row
-        count = len(output.scheduled)
+        return self._batch(len(output.scheduled), row, most_blocks, logit_indices, logit_rows)
+
+    def build_drafts(self, items: Sequence[ScheduledRequest], place: int) -> Batch:
+        """Lays out the step that draws draft `place` of each request: the rows of its known tokens for the first, of
+        the draft before for the others. Result i is that of item i.
+        """
+        row = 0
+        logit_rows: list[LogitRow] = []
+        logit_indices: list[int] = []
+        most_blocks = 1
+        for i, item in enumerate(items):
+            state = self._states[item.request_id]
+            last = state.num_known + place
+            start = last - 1 if place else item.start
+            end = row + last - start
+            self._token_ids[row:end] = state.tokens[start:last]
+            self._positions[row:end] = self._counting[start:last]
+            self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
+            most_blocks = max(most_blocks, state.num_blocks)
+            state.sampling.fill(self._rows, i, state.tokens, last, place)
+            self._rows.records[i]["num_logprobs"] = NO_LOGPROBS
+            logit_indices.append(end - 1)
+            logit_rows.append(LogitRow(item.request_id, True, place))
+            row = end
+            self._query_start[i + 1] = row
+        return self._batch(len(items), row, most_blocks, logit_indices, logit_rows)
+
+    def _batch(
+        self,
+        count: int,
+        num_rows: int,
+        most_blocks: int,
+        logit_indices: list[int],
+        logit_rows: list[LogitRow],
+    ) -> Batch:
+        """What the arrays hold for `count` requests."""
         step = Step(
-            token_ids=self._token_ids[:row],
-            positions=self._positions[:row],
+            token_ids=self._token_ids[:num_rows],
+            positions=self._positions[:num_rows],
             query_start=self._query_start[: count + 1],
             block_tables=np.ascontiguousarray(self._block_tables[:count, :, :most_blocks]).reshape(
                 count, self._block_tables.shape[1] * most_blocks
@@ -160,12 +209,14 @@ class InputBatch:
 
     def settle(self, scheduled: ScheduledRequest) -> None:
         """The request's tokens of a step with drafts are known: pages past the last but one are not its own any more."""
-        state = self._states[scheduled.request_id]
-        state.num_blocks = -(-(state.num_known - 1) // self._block_size)
+        self._trim(scheduled.request_id, self._states[scheduled.request_id].num_known - 1)
 
-    def _place_drafts(self, state: RequestState, scheduled: ScheduledRequest) -> None:
-        end = state.num_known + scheduled.num_drafts
-        state.tokens[state.num_known : end] = scheduled.draft_token_ids
+    def undo(self, scheduled: ScheduledRequest) -> None:
+        """A step with drafts is to be computed again: pages past those of earlier steps are not its own any more."""
+        self._trim(scheduled.request_id, scheduled.start)
+
+    def _trim(self, request_id: int, num_computed: int) -> None:
+        self._states[request_id].num_blocks = -(-num_computed // self._block_size)
 
     def _new_state(self, new: NewRequest) -> RequestState:
         params = new.sampling.params

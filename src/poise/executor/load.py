@@ -6,7 +6,7 @@ Knows every room below it once, here, and is called once per model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from poise.config import (
@@ -18,11 +18,12 @@ from poise.config import (
 )
 from poise.core.block_hash import CacheIdentity
 from poise.core.output import Executor, KVGroupSpec, WorkDone
-from poise.core.step_time import StepCost
+from poise.core.step_time import StepCost, StepTimeModel
 from poise.errors import ConfigError
 from poise.executor.input_batch import InputBatch
 from poise.executor.kv_cache import KVCachePlan, plan_kv_cache
 from poise.executor.model_runner import ModelRunner
+from poise.executor.self_draft import SelfDrafter
 from poise.executor.step_cost import step_cost
 from poise.executor.stored_rates import StoredRates, stored_rates
 from poise.kernels.cpu.backend import CPUBackend
@@ -32,6 +33,7 @@ from poise.models.config import ModelConfig
 from poise.models.families import family
 from poise.models.weights import Source
 from poise.weights.checkpoint import Checkpoint
+from poise.weights.four_bit import FourBitCheckpoint
 
 NUMERICS_VERSION = 1
 # Formulas of docs/NUMERICS.md that a setting chooses between: each has a version of its own.
@@ -54,6 +56,9 @@ class LoadedExecutor:
     work_done: Callable[[], WorkDone]
     rates: StoredRates | None  # of this machine, where they were measured
     step_cost: StepCost
+    draft_seconds: Callable[[Sequence[int]], float] | None = (
+        None  # of drafts of such lengths, where it makes any
+    )
 
     @property
     def num_blocks(self) -> int:
@@ -96,9 +101,14 @@ def fingerprint_of(identity: bytes) -> str:
 
 
 def load_executor(
-    checkpoint: Checkpoint, cache: CacheConfig, scheduler: SchedulerConfig, compute: ComputeConfig
+    checkpoint: Checkpoint,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    compute: ComputeConfig,
+    *,
+    drafts_itself: bool = False,
 ) -> LoadedExecutor:
-    """Builds the CPU executor of a checkpoint.
+    """Builds the CPU executor of a checkpoint; if it `drafts_itself`, with a copy of the weights in 4 bits.
 
     Raises ConfigError for limits that can't be met, ModelFileError for a file that can't be run.
     """
@@ -144,8 +154,11 @@ def load_executor(
         num_groups=shape.num_groups,
     )
     identity = identity_of(checkpoint.digest(), compute, cache.kv_dtype)
-    runner = ModelRunner(backend, batch)
     rates = stored_rates(backend.variant, threads)
+    drafter = None
+    if drafts_itself:
+        drafter = _self_drafter(backend, shape, checkpoint, scheduler, compute, batch, rates)
+    runner = ModelRunner(backend, batch, drafter)
     return LoadedExecutor(
         executor=runner,
         kv_groups=list(kv_cache.groups.specs),
@@ -168,8 +181,36 @@ def load_executor(
             "kv_bytes": str(kv_cache.num_bytes),
             "kv_tokens": str(kv_cache.num_tokens),
             "kv_reason": kv_cache.reason,
+            **({} if drafter is None else {"draft_bytes": str(drafter.num_bytes)}),
         },
         work_done=runner.work_done,
         rates=rates,
         step_cost=step_cost(config, backend.arena.used_bytes, threads, rates),
+        draft_seconds=None if drafter is None else drafter.seconds,
     )
+
+
+def _self_drafter(
+    target: CPUBackend,
+    shape: KVShape,
+    checkpoint: Checkpoint,
+    scheduler: SchedulerConfig,
+    compute: ComputeConfig,
+    batch: InputBatch,
+    rates: StoredRates | None,
+) -> SelfDrafter:
+    """A second plan over the target's pages and workers."""
+    config, threads = checkpoint.config, target.pool.threads
+    backend = CPUBackend(
+        shape,
+        max_rows=scheduler.max_num_batched_tokens,
+        threads=threads,
+        activations=compute.activations,
+        share_prefixes=compute.shared_prefix_attention,
+        pool=target.pool,
+        pages=target.pages,
+    )
+    coarse = FourBitCheckpoint(checkpoint)
+    family(config.architecture)(backend, config, Source(backend, coarse))
+    cost = step_cost(config, backend.arena.used_bytes, threads, rates)
+    return SelfDrafter(backend, batch, StepTimeModel(cost))

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.core.output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, WorkDone
-from poise.executor.input_batch import InputBatch
+from poise.executor.input_batch import NO_DRAFT, InputBatch
 from poise.executor.profile import ExecutorProfile
+from poise.executor.self_draft import SelfDrafter
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.cpu.recorded import WorkCounter
 from poise.kernels.ops import Step
@@ -22,9 +23,12 @@ from poise.sampling.rows import OK, token_ids, token_logprobs
 class ModelRunner:
     """Executor over a recorded model (see `core.output.Executor`)."""
 
-    def __init__(self, backend: CPUBackend, batch: InputBatch) -> None:
+    def __init__(
+        self, backend: CPUBackend, batch: InputBatch, drafter: SelfDrafter | None = None
+    ) -> None:
         self._backend = backend
         self._batch = batch
+        self._drafter = drafter
         self._profile: ExecutorProfile | None = None
         self._work = WorkCounter(backend.operations)
         self._native_nanoseconds = 0
@@ -60,9 +64,11 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Raises ValueError for rows out of range (nothing was drawn)."""
-        batch = self._batch.build(output)
+        self._batch.apply(output)
         if not output.scheduled:
             return ModelRunnerOutput(token_ids={})
+        draft_seconds = self._drafter.draft(output) if self._drafter is not None else 0.0
+        batch = self._batch.build(output)
         results = batch.results
         self._run(batch.step, batch.sampling, results.view(np.uint8))
         drawn: dict[int, list[int]] = {}
@@ -76,8 +82,12 @@ class ModelRunner:
                 continue
             counts = statuses[i] == OK and token_id == row.draft
             if statuses[i] != OK:
-                if row.place == 0:  # else it breaks when its draft is known
+                if row.place:
+                    continue  # it breaks again when its draft is known
+                if row.draft == NO_DRAFT:
                     broken.add(row.request_id)
+                else:  # the NaN may be a draft's: it shows in all rows of a block of keys
+                    drawn[row.request_id] = []
             elif row.draws:
                 drawn.setdefault(row.request_id, []).append(token_id)
                 self._batch.append(row.request_id, token_id)
@@ -88,9 +98,12 @@ class ModelRunner:
         for request_id in broken:
             drawn.pop(request_id, None)
         for scheduled in output.scheduled:
-            if scheduled.num_drafts and scheduled.request_id not in broken:
-                self._batch.settle(scheduled)
-        return ModelRunnerOutput(drawn, logprobs, prompt_logprobs, frozenset(broken))
+            if scheduled.num_drafts:
+                if drawn[scheduled.request_id]:
+                    self._batch.settle(scheduled)
+                else:
+                    self._batch.undo(scheduled)
+        return ModelRunnerOutput(drawn, logprobs, prompt_logprobs, frozenset(broken), draft_seconds)
 
     def logits(self, step: Step, out: NDArray[np.float32]) -> None:
         """Runs one step that draws nothing; fills `out` float32 [len(step.logit_rows), vocabulary]."""

@@ -34,6 +34,8 @@ class ChoiceTimes:
     seconds: dict[str, float] = field(default_factory=dict)
     waited_for: dict[str, float] = field(default_factory=dict)
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: str | None = None
 
@@ -77,6 +79,8 @@ def _times(index: int, events: Sequence[Event]) -> ChoiceTimes:
             continue
         elif kind == "finished":
             times.finish_reason = event["reason"]
+            times.drafted_tokens = event.get("drafted_tokens", 0)
+            times.accepted_tokens = event.get("accepted_tokens", 0)
         elif kind != "held":
             continue
         times.add(before, now - since)

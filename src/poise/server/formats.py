@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from poise.core.output import TokenLogprobs
 from poise.engine.client import ChoiceDelta, RequestDelta, RequestStats
@@ -27,6 +27,7 @@ from poise.server.protocol import (
     ChatMessage,
     ChatMessageDelta,
     CompletionChoice,
+    CompletionTokensDetails,
     LegacyLogprobs,
     PromptLogprobs,
     PromptTokensDetails,
@@ -97,7 +98,14 @@ class Tally:
             total_tokens=self._num_prompt_tokens + self.num_output_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self._cached)),
             poise_seed=self._request.seed,
+            completion_tokens_details=self._drafts(),
         )
+
+    def _drafts(self) -> CompletionTokensDetails | UnsetType:
+        """Known when a prompt's answer has ended; nothing where nothing was drafted."""
+        drafted = sum(stats.num_drafted_tokens for stats in self.stats)
+        accepted = sum(stats.num_accepted_tokens for stats in self.stats)
+        return CompletionTokensDetails(accepted, drafted - accepted) if drafted else UNSET
 
 
 def _without_token(choice: ChoiceDelta) -> ChoiceDelta:

@@ -57,7 +57,7 @@ _SAMPLING = _used(
     "model n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
     "stop_token_ids ignore_eos max_tokens min_tokens logit_bias allowed_token_ids bad_words skip_special_tokens "
     "include_stop_str_in_output logprobs prompt_logprobs stream stream_options return_token_ids "
-    "return_tokens_as_token_ids priority cache_salt deadline_ms service_class"
+    "return_tokens_as_token_ids priority cache_salt deadline_ms service_class speculative"
 )
 
 _UNSUPPORTED = _neutral(

@@ -15,12 +15,20 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """Drafts of speculative decoding that became tokens of the answer, and that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     poise_seed: int
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class LegacyLogprobs(Struct):

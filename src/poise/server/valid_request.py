@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from poise.core.request import RequestOwner
 from poise.core.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
@@ -269,9 +270,15 @@ def _sampling_params(
         logit_bias=_logit_bias(fields),
         allowed_token_ids=fields.token_ids("allowed_token_ids", info.vocab_size),
         bad_words=fields.strings("bad_words"),
+        speculative=_speculative(fields),
     )
     params.check_vocabulary(info.vocab_size)
     return params
+
+
+def _speculative(fields: Fields) -> dict[str, object] | Literal[False] | None:
+    """Its fields are checked by `core.speculation`."""
+    return False if fields.get("speculative") is False else fields.object("speculative")
 
 
 def _logit_bias(fields: Fields) -> dict[int, float] | None:

@@ -55,14 +55,13 @@ class SpeculativeDrafter:
         ]
         if not chosen:
             return drafts
-        fixed = [
-            (room.request, draft.num_tokens)
-            for i, (room, draft) in enumerate(zip(rooms, drafts))
-            if i not in chosen and draft.num_tokens
-        ]
+        for i, (room, draft) in enumerate(zip(rooms, drafts)):
+            if i not in chosen:
+                start = room.request.num_tokens
+                shape = step_time.with_drafts(shape, start, draft.num_tokens)
         lengths = self._controller.choose(
             [self._candidate(rooms[i].request, drafts[i]) for i in chosen],
-            _with_drafts(shape, fixed, step_time),
+            shape,
             step_time,
         )
         for i, length in zip(chosen, lengths, strict=True):
@@ -75,7 +74,8 @@ class SpeculativeDrafter:
         if speculation.method in ("ngram", "suffix"):
             token_ids = self._lookup.propose(room.request, speculation, room.most)
             return Draft(len(token_ids), token_ids)
-        return Draft(room.most)
+        num_unknown = room.request.num_tokens - room.request.num_computed_tokens
+        return Draft(room.most) if num_unknown == 1 else NO_DRAFT  # no prompt is computed twice
 
     def _candidate(self, request: Request, draft: Draft) -> Candidate:
         return Candidate(
@@ -96,16 +96,3 @@ def is_adaptive(request: Request) -> bool:
     """Whether a controller chooses its draft lengths: where a draft can't change the answer's law or bytes."""
     speculation = request.sampling.speculation
     return speculation is not None and speculation.adaptive and speculation.acceptance == "coupled"
-
-
-def _with_drafts(
-    shape: StepShape, drafts: Sequence[tuple[Request, int]], step_time: StepTimeModel
-) -> StepShape:
-    for request, num_drafts in drafts:
-        shape = StepShape(
-            shape.num_decode_rows + num_drafts,
-            shape.num_prefill_tokens,
-            shape.num_keys + step_time.keys(request.num_tokens, num_drafts),
-            shape.num_sampled + num_drafts,
-        )
-    return shape

@@ -17,8 +17,16 @@ from poise.kernels.cpu import available_isas, isa
 from poise.kernels.ops import SPLIT
 from poise.verify.answers import Probe
 from poise.verify.child import answers_under
+from poise.verify.drafts import KnowingDrafter, known_answers
 from poise.verify.oracle import recompute
-from poise.verify.probes import LONGEST_BLOCK, growing_first, prefix_probes, short_probes, spread
+from poise.verify.probes import (
+    LONGEST_BLOCK,
+    growing_first,
+    history_probes,
+    prefix_probes,
+    short_probes,
+    spread,
+)
 from poise.verify.rig import MAX_CONTEXT, Run, Setup, fill_pages
 from poise.verify.trials import Lab, Outcome, Trials, measured
 
@@ -41,6 +49,7 @@ class Axes:
     num_cut: int  # probes for each size of chunk, longest first
     behind_prefix: tuple[int, ...]  # sizes of crowds behind one prefix
     prefix_splits: int  # splits of attention that the longest prefix fills
+    drafts: tuple[int, ...]  # of a request in a step
 
 
 QUICK = Axes(
@@ -56,6 +65,7 @@ QUICK = Axes(
     num_cut=4,
     behind_prefix=(2, 9),
     prefix_splits=1,
+    drafts=(1, 3),
 )
 FULL = Axes(
     company=tuple(range(1, 65)),
@@ -70,6 +80,7 @@ FULL = Axes(
     num_cut=64,
     behind_prefix=(2, 3, 5, 8, 17, 40, 64),
     prefix_splits=2,
+    drafts=(1, 2, 3, 4, 5, 6),
 )
 
 
@@ -243,6 +254,39 @@ def crowds_behind(prefix: str, trials: Trials, axes: Axes, probes: Sequence[Prob
         trials.fired("keys read for another", rig.base.work_done().spared_keys - before)
 
 
+def speculation(trials: Trials, axes: Axes) -> None:
+    """Drafts of every length, right and wrong: with room for all, while pages are short, and with a cache."""
+    rig = trials.lab.rig
+    own = history_probes(rig.tokenizer, rig.info.vocab_size, quick=axes is QUICK)
+    trials.lab.answer_alone(rig.fitting(own))
+    probes = short_probes(trials.lab.probes, axes.crowd_length) + rig.fitting(own)
+    alone = max(rig.blocks_for([probe], rig.base) for probe in probes)
+    few_blocks = max(alone, rig.blocks_for(probes, rig.base) // 3)
+    for k in axes.drafts:
+        drafted(trials, Setup(drafts=k), probes)
+        drafted(trials, Setup(drafts=k, prefix_caching=True), probes)
+        chunk = rig.base.block_size + 1
+        run = drafted(trials, Setup(drafts=k, chunk=chunk, num_blocks=few_blocks), probes)
+        trials.fired("preemptions", run.num_preemptions)
+    setup = Setup(drafts=axes.drafts[-1])
+    run = trials.run("drafts looked up in the text", setup, trials.lab.probes[:: axes.stride])
+    trials.fired("drafts looked up", sum(item.num_drafts for step in run.steps for item in step))
+
+
+def drafted(trials: Trials, setup: Setup, probes: Sequence[Probe]) -> Run:
+    """A trial whose drafts are the answers, some tokens spoilt."""
+    rig = trials.lab.rig
+    drafter = KnowingDrafter(known_answers(probes, trials.lab.alone), rig.info.vocab_size)
+
+    def run(chosen: Sequence[Probe]) -> Run:
+        return rig.engine(setup, drafter=drafter).run(chosen)
+
+    found = trials.run(str(setup), setup, probes, run)
+    trials.fired("drafts accepted", drafter.num_accepted)
+    trials.fired("drafts rejected", drafter.num_drafted - drafter.num_accepted)
+    return found
+
+
 def twin(trials: Trials, axes: Axes) -> None:
     rig = trials.lab.rig
     probes = spread(short_probes(trials.lab.probes, axes.twin_length), axes.num_slow)
@@ -289,6 +333,7 @@ CHECKS: tuple[Check, ...] = (
     Check("cache", "L2", "prefix cache cold or warm", cache),
     Check("shared", "L2", "a crowd behind one prefix, read once for all", shared),
     Check("twin", "L2", "cached decoding, against every step from position 0", twin),
+    Check("speculation", "L3", "drafts, right ones and wrong ones", speculation),
     Check("isa", "L4", "the instruction set", variants),
 )
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
-from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig, flag_of, resolve
+from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig, resolve
+from poise.config_flags import flag_of
 from poise.verify.answers import Answer, Probe
 from poise.verify.rig import Rig, TrialBrokenError
 

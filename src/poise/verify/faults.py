@@ -33,6 +33,11 @@ from poise.kernels.reference_exact import IntegerMatrix
 from poise.kernels.reference_math import F32, F64, GROUP
 from poise.models.config import ModelConfig, RopeConfig
 from poise.sampling.rows import Int32s, SamplingRows, SamplingState
+from poise.verify.draft_faults import (
+    accept_if_argmax_equal,
+    drafted_kv_left_visible,
+    penalties_without_drafts,
+)
 from poise.verify.tape import TapeBackend
 from poise.weights.dummy_checkpoint import DummyCheckpoint
 
@@ -214,10 +219,8 @@ def _shared_random_stream() -> AbstractContextManager[object]:
     """All rows of a step draw from one stream, in the order in which they stand."""
     original = SamplingState.fill
 
-    def fill(
-        self: SamplingState, rows: SamplingRows, index: int, history: Int32s, num_known: int
-    ) -> None:
-        original(self, rows, index, history, num_known)
+    def fill(self: SamplingState, rows: SamplingRows, index: int, *rest: Any) -> None:
+        original(self, rows, index, *rest)
         rows.records["choice"][index] = index
 
     return patch.object(SamplingState, "fill", fill)
@@ -311,6 +314,12 @@ FAULTS: tuple[Fault, ...] = (
           "cache", False, _hash_without_parent),
     Fault("prefix-known-by-first-block", "one pass serves all whose split begins with the same block",
           "shared", False, _prefix_known_by_its_first_block),
+    Fault("drafted-kv-left-visible", "the KV of a rejected draft stays where the drawn token's belongs",
+          "speculation", True, drafted_kv_left_visible),
+    Fault("accept-if-argmax-equal", "a sampled request accepts a draft because it is the likeliest token",
+          "speculation", False, accept_if_argmax_equal),
+    Fault("penalties-without-drafts", "penalties behind drafts count no token of the draft",
+          "speculation", False, penalties_without_drafts),
 )  # fmt: skip
 
 WITHOUT_FAULT: tuple[Fault, ...] = (

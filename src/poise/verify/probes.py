@@ -81,6 +81,30 @@ def prefix_probes(
     ]
 
 
+def history_probes(tokenizer: Tokenizer, vocab_size: int, *, quick: bool) -> list[Probe]:
+    """Requests whose every token depends on which tokens came before, not only on the model: few tokens are likely,
+    and each is less so once it was drawn.
+    """
+    text = _token_ids(tokenizer, LONGEST_BLOCK)
+    max_tokens = 12 if quick else 24
+    likely = {token % vocab_size: 20.0 + index / 4 for index, token in enumerate(text[:9])}
+    common = {"max_tokens": max_tokens, "logprobs": 2, "ignore_eos": True, "logit_bias": likely}
+    asked: tuple[dict[str, object], ...] = (
+        {"temperature": 0.0, "frequency_penalty": 2.0},
+        {"temperature": 0.7, "presence_penalty": 2.0, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "frequency_penalty": 1.0, "min_tokens": 6, "stop_token_ids": text[:3]},
+    )
+    return [
+        Probe(
+            f"history-{index}",
+            tuple(text[index : 3 * index + 7]),
+            SamplingParams(**{**common, **params}),  # type: ignore[arg-type]
+            seed=3000 + index,
+        )
+        for index, params in enumerate(asked)
+    ]
+
+
 def short_probes(probes: list[Probe], longest: int = SHORT) -> list[Probe]:
     return [probe for probe in probes if len(probe.token_ids) <= longest]
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from poise.config import CacheConfig, ComputeConfig, SchedulerConfig, Settings
+from poise.core.drafting import Drafter
 from poise.core.output import Executor, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from poise.core.request import NO_OWNER, RequestOwner
+from poise.core.speculation import Speculation
 from poise.engine.build import assemble_engine
 from poise.engine.client import EngineInfo, EngineRequest, RequestDelta
 from poise.engine.llm_engine import LLMEngine
@@ -34,13 +36,16 @@ class TrialBrokenError(PoiseError):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a trial changes; None leaves it as the settings say. `chunk` is the most tokens of a step."""
+    """What a trial changes; None leaves it as the settings say. `chunk` is the most tokens of a step, `drafts` the most
+    that a request drafts in one.
+    """
 
     chunk: int | None = None
     block_size: int | None = None
     threads: int | None = None
     prefix_caching: bool = False
     num_blocks: int | None = None
+    drafts: int | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -50,6 +55,7 @@ class Setup:
                 ("blocks of", self.block_size),
                 ("threads", self.threads),
                 ("pool of", self.num_blocks),
+                ("drafts of", self.drafts),
             )
             if value is not None
         ]
@@ -260,7 +266,12 @@ class Rig:
             return self.base
         return self._load(cache, compute)
 
-    def engine(self, setup: Setup, loaded: LoadedExecutor | None = None) -> WatchedEngine:
+    def engine(
+        self,
+        setup: Setup,
+        loaded: LoadedExecutor | None = None,
+        drafter: Drafter | None = None,
+    ) -> WatchedEngine:
         """An engine with empty caches around `loaded`, or around what the setup needs."""
         loaded = self.load(setup) if loaded is None else loaded
         chunk = self.settings.scheduler.max_num_batched_tokens
@@ -276,7 +287,14 @@ class Rig:
             loaded, executor=watch, kv_cache=replace(loaded.kv_cache, num_blocks=num_blocks)
         )
         engine = assemble_engine(
-            self.settings.source, cache, limits, self.checkpoint, watched, self.tokenizer
+            self.settings.source,
+            cache,
+            limits,
+            self.checkpoint,
+            watched,
+            self.tokenizer,
+            speculation=speculation_of(setup.drafts),
+            drafter=drafter,
         )
         return WatchedEngine(engine, watch)
 
@@ -295,6 +313,13 @@ class Rig:
 
     def _load(self, cache: CacheConfig, compute: ComputeConfig) -> LoadedExecutor:
         return load_executor(self.checkpoint, cache, self._limits, compute)
+
+
+def speculation_of(num_drafts: int | None) -> Speculation | None:
+    """For all requests: drafts of a fixed length, whoever makes them."""
+    if num_drafts is None:
+        return None
+    return Speculation("ngram", num_drafts, adaptive=False, prompt_lookup_min=1)
 
 
 def fill_pages(loaded: LoadedExecutor, num_blocks: int, byte: int) -> int:

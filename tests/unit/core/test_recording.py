@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from core_harness import FULL_AND_SLIDING, VOCAB_SIZE, prefix_cache, sampling
+from core_harness import FULL_AND_SLIDING, VOCAB_SIZE, ScriptedDrafter, prefix_cache, sampling
 
 from poise.core.executors import ScriptedExecutor
 from poise.core.kv_cache_manager import KVCacheManager
@@ -16,6 +16,7 @@ from poise.core.limits import Limits
 from poise.core.policy import POLICIES
 from poise.core.recording import Line, RecordingScheduler, ReplayError, SchedulerSetup, replay
 from poise.core.request import Request, RequestOwner
+from poise.core.speculation import Speculation
 from poise.core.step_time import StepCost
 from poise.core.tenant import Share, Tenant, TenantTable
 from poise.errors import DeadlineError, QueueFullError
@@ -52,6 +53,7 @@ def record(policy: str, seed: int) -> list[Line]:
         KVCacheManager(setup.groups, 60, 4, prefix_cache(4, 2)),
         clock := JitteryClock(rng),
         lines.append,
+        ScriptedDrafter(),
     )
     executor = ScriptedExecutor(setup.groups, 60, 4, VOCAB_SIZE)
     number = 0
@@ -64,7 +66,13 @@ def record(policy: str, seed: int) -> list[Line]:
             choices = [
                 Request.create(
                     number + i, [rng.randrange(3)] * rng.randint(1, 20),
-                    sampling(stop_token_ids=[1, 2], prompt_logprobs=rng.choice([None, 0])),
+                    sampling(
+                        stop_token_ids=[1, 2],
+                        prompt_logprobs=rng.choice([None, 0]),
+                        speculation=rng.choice(
+                            [None, Speculation("ngram", 3), Speculation("draft_model", 2)]
+                        ),
+                    ),
                     8, clock.now(), owner,
                 )
                 for i in range(1)
@@ -85,7 +93,11 @@ def record(policy: str, seed: int) -> list[Line]:
         except Exception:
             scheduler.fail_step(output)
         else:
-            scheduler.update(output, result)
+            updates = scheduler.update(output, result)
+            for update in updates:
+                if update.finish_reason is None and update.new_token_ids and rng.random() < 0.1:
+                    kept = update.request.num_output_tokens - len(update.new_token_ids) + 1
+                    scheduler.end_at(update.request.request_id, kept)
         executor.fail_next = False
     return json.loads(json.dumps(lines))  # type: ignore[no-any-return]
 
@@ -95,7 +107,8 @@ def test_a_recording_replays_to_the_identical_schedule(policy: str) -> None:
     for seed in range(5):
         lines = record(policy, seed)
         calls = [line.get("call") for line in lines]
-        assert {"add", "schedule", "update", "fail_step", "set_tenants"} <= set(calls)
+        assert {"add", "schedule", "update", "fail_step", "set_tenants", "end_at"} <= set(calls)
+        assert any(line.get("drafts") for line in lines)
         steps = [line for line in lines if line.get("call") == "schedule"]
         assert replay(lines) > 0.5 * len(steps)
         assert any("raised" in line for line in lines)

@@ -200,6 +200,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.update(output, result)
 
     @precondition(lambda self: self.harness.scheduler.running)
+    @rule(which=st.integers(0, 1000))
+    def spoilt_by_drafts(self, which: int) -> None:
+        """One step in which a request's drafts break its rows, if it has any."""
+        running = self.harness.scheduler.running
+        request = running[which % len(running)]
+        output = self.harness.schedule()
+        if any(i.request_id == request.request_id and i.num_drafts for i in output.scheduled):
+            self.harness.executor.broken.add(request.request_id)
+        result = self.harness.executor.execute(output)
+        self.harness.executor.broken.clear()
+        self.harness.update(output, result)
+
+    @precondition(lambda self: self.harness.scheduler.running)
     @rule()
     def failing_step(self) -> None:
         self.harness.executor.fail_next = True

@@ -33,6 +33,7 @@ class Loaded(SimpleNamespace):
             details={"format": "GGUF Q4_1"},
             work_done=lambda: WorkDone(0, 0, 0.0),
             rates=None,
+            draft_seconds=None,
             step_cost=GUESSED_COST,
         )
 
@@ -43,7 +44,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     load = ModuleType("poise.executor.load")
     load.NUMERICS_VERSION = 1  # type: ignore[attr-defined]
     load.LoadedExecutor = Loaded  # type: ignore[attr-defined]
-    load.load_executor = lambda *configs: module.loaded  # type: ignore[attr-defined]
+    load.load_executor = lambda *configs, **options: module.loaded  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "poise.executor.load", load)
     monkeypatch.delitem(sys.modules, "poise.engine.build", raising=False)
     import poise.engine.build as module

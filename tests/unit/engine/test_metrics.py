@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from engine_harness import TypingExecutor, make_engine, request, run
+from engine_harness import TypingDrafter, TypingExecutor, make_engine, request, run
 from prometheus_client.parser import text_string_to_metric_families
 
 from poise.core.clock import ManualClock
 from poise.core.output import SchedulerOutput
 from poise.engine.llm_engine import LLMEngine
 from poise.engine.metrics import Histogram, one_two_five_buckets
+from poise.engine.scheduling_metrics import SchedulingMetrics
 
 LABELS = {"model_name": "bytes", "engine": "0"}
 
@@ -128,3 +129,31 @@ def test_tokens_cut_by_a_stop_string_count_as_usage_does() -> None:
     engine = make_engine(TypingExecutor(lambda prompt: b"abSTOPcd"))
     [answers] = run(engine, request(max_tokens=50, stop=["STOP"]))
     assert engine.metrics.generation_tokens == len(answers[0].token_ids) == 6
+
+
+def test_drafts_are_counted_under_vllms_names() -> None:
+    """Typed is "twel?", drafted "twelve": four of six are accepted, then none of two, then the end."""
+    executor = TypingExecutor(lambda prompt: b"twel?s")
+    engine = make_engine(executor, drafter=TypingDrafter(b"twelve"))
+    speculative = {"method": "ngram", "num_speculative_tokens": 6}
+    engine.add_request(0, request("hello", max_tokens=50, speculative=speculative))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    samples = {
+        (sample.name.removeprefix("vllm:spec_decode_num_"), sample.labels.get("position")): sample
+        for family in SchedulingMetrics(engine._scheduler).families({})
+        for sample in family.samples
+        if sample.name.startswith("vllm:spec_decode_")
+    }
+    values = {name: sample.value for name, sample in samples.items()}
+    assert values["drafts_total", None] == 3
+    assert values["draft_tokens_total", None] == 6 + 2 + 1  # behind "twel?": "e", the end; the end
+    assert values["accepted_tokens_total", None] == 5
+    positions = [values["accepted_tokens_per_pos_total", str(place)] for place in range(6)]
+    assert positions == [2, 1, 1, 1, 0, 0]
+    stats = outputs[-1][1].stats
+    assert stats is not None
+    assert (stats.num_accepted_tokens, stats.num_drafted_tokens) == (5, 9)
+    finished = engine.timeline("r")[-1]
+    assert (finished["accepted_tokens"], finished["drafted_tokens"]) == (5, 9)

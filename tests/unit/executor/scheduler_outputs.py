@@ -20,5 +20,5 @@ def rows(request_id, start, num_tokens, blocks=None, samples=False) -> Scheduled
 
 
 def output(scheduled, new_requests=(), removed=()) -> SchedulerOutput:
-    total = sum(request.num_tokens for request in scheduled)
+    total = sum(request.num_rows for request in scheduled)
     return SchedulerOutput(0, list(removed), list(new_requests), list(scheduled), total)

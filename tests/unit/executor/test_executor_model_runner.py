@@ -10,6 +10,7 @@ from native_models import load, tiny_gguf
 from scheduler_outputs import new, output, rows
 
 from poise.config import CacheConfig, ComputeConfig, SchedulerConfig
+from poise.core.output import ScheduledRequest
 from poise.errors import ConfigError
 from poise.executor.load import load_executor
 from poise.kernels.cpu import available_isas
@@ -78,6 +79,48 @@ def test_a_nan_among_prompt_logprobs_breaks_the_request(broken_model, monkeypatc
     result = executor.execute(output([rows(1, 0, 2)], [request]))
     assert result.broken == {1}
     assert result.token_ids == {}
+
+
+def test_a_nan_of_a_draft_breaks_nothing(broken_model, monkeypatch):
+    executor = load(broken_model, monkeypatch, ISAS[-1]).executor
+    ids = [5, 6, 7]
+    first = output([rows(1, 0, 3, samples=True)], [greedy(1, ids, [0, 1])])
+    [drawn] = executor.execute(first).token_ids[1]
+    plain = executor.execute(output([rows(1, 3, 1, samples=True)]))
+    drafted = ScheduledRequest(2, 0, 3, ((),), True, 2, (drawn, BROKEN_TOKEN), ((3,),))
+    result = executor.execute(output([drafted], [greedy(2, ids, [2])]))
+    assert result.token_ids == {2: []}  # the NaN is in all rows of the block: again, without drafts
+    assert result.broken == frozenset()
+    result = executor.execute(output([rows(2, 0, 3, blocks=[2], samples=True)]))
+    assert result.token_ids == {2: [drawn]}
+    result = executor.execute(output([rows(2, 3, 1, samples=True)]))
+    assert (result.token_ids[2], result.logprobs[2]) == (plain.token_ids[1], plain.logprobs[1])
+    assert executor.execute(output([rows(2, 4, 1, samples=True)])).broken == frozenset()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_of_drafts_give_the_bits_of_single_rows(folder, isa, monkeypatch):
+    """Right drafts, wrong ones, pages that only drafts need: tokens and logprobs as one by one."""
+    executor = load(tiny_gguf(folder, "qwen3"), monkeypatch, isa, threads=2).executor
+    ids, params = list(range(30, 45)), {"temperature": 0.9, "frequency_penalty": 1.0, "logprobs": 3}
+    expected = executor.execute(
+        output([rows(1, 0, 15, samples=True)], [new(1, ids, [0, 1, 2], **params)])
+    )
+    tokens, logprobs = list(expected.token_ids[1]), list(expected.logprobs[1])
+    for count in range(11):
+        result = executor.execute(output([rows(1, 15 + count, 1, samples=True)]))
+        tokens += result.token_ids[1]
+        logprobs += result.logprobs[1]
+    drafts = (*tokens[:3], 7, 8)
+    first = ScheduledRequest(2, 0, 15, ((),), True, 5, drafts, ((6,),))
+    result = executor.execute(output([first], [new(2, ids, [5], **params)]))
+    assert (result.token_ids[2], result.logprobs[2]) == (tokens[:4], logprobs[:4])
+    again = ScheduledRequest(2, 18, 1, ((),), True, 4, tuple(tokens[4:8]), ((8,),))
+    result = executor.execute(output([again]))
+    assert (result.token_ids[2], result.logprobs[2]) == (tokens[4:9], logprobs[4:9])
+    wrong = ScheduledRequest(2, 23, 1, ((),), True, 2, (tokens[9] + 1, 5), ((),))
+    result = executor.execute(output([wrong]))
+    assert (result.token_ids[2], result.logprobs[2]) == (tokens[9:10], logprobs[9:10])
 
 
 def test_pages_of_a_broken_request_can_be_used_again(broken_model, monkeypatch):

@@ -19,7 +19,12 @@ from poise.engine.llm_engine import LLMEngine
 from poise.server import create_app
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from engine_harness import ByteTokenizer, make_engine  # type: ignore[import-not-found]
+from engine_harness import (  # type: ignore[import-not-found]
+    ByteTokenizer,
+    TypingDrafter,
+    TypingExecutor,
+    make_engine,
+)
 
 
 def serve(engine: LLMEngine, scenario: Any) -> Any:
@@ -62,6 +67,37 @@ def test_stream_and_whole_agree(body: dict[str, Any]) -> None:
                     assert [v for part in parts for v in part["logprobs"][name]] == values
 
     serve(make_engine(), scenario)
+
+
+def test_the_speculative_field_and_what_usage_says_of_drafts() -> None:
+    engine = make_engine(TypingExecutor(lambda prompt: b"twel?s"), drafter=TypingDrafter(b"twelve"))
+    body = {"prompt": "hello", "max_tokens": 20, "seed": 1}
+    drafting = {"method": "ngram", "num_speculative_tokens": 6}
+
+    async def scenario(http: httpx.AsyncClient, client: InProcessClient) -> None:
+        await http.post("/v1/completions", json=body)
+        plain = (await http.post("/v1/completions", json=body)).json()
+        assert "completion_tokens_details" not in plain["usage"]
+        drafted = {**body, "speculative": drafting}
+        answer = (await http.post("/v1/completions", json=drafted)).json()
+        assert answer["choices"] == plain["choices"]
+        details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4}
+        assert answer["usage"] == {**plain["usage"], "completion_tokens_details": details}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = await http.post("/v1/completions", json={**drafted, **options})
+        assert events(streamed.text)[-2]["usage"] == answer["usage"]
+        why = (await http.get(f"/v1/requests/{answer['id']}")).json()
+        [times] = why["prompts"][0]["choices"]
+        assert (times["accepted_tokens"], times["drafted_tokens"]) == (5, 9)
+        for off in (False, {"method": "off"}):
+            answer = (await http.post("/v1/completions", json={**body, "speculative": off})).json()
+            assert answer["usage"] == plain["usage"]
+        for wrong in ("ngram", {"method": "eagle"}, {"method": "self"}, {"num": 3}, True):
+            refused = await http.post("/v1/completions", json={**body, "speculative": wrong})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "speculative"
+
+    serve(engine, scenario)
 
 
 def test_hang_ups_free_every_block() -> None:

@@ -159,6 +159,29 @@ def test_answers_are_the_same_bytes(roomy: tuple[LLM, dict[str, Any]], k: int) -
         assert llm._engine._scheduler.draft_counters.num_accepted_tokens > before
 
 
+@pytest.mark.parametrize("k", [1, 4])
+def test_answers_are_the_same_bytes_where_the_model_drafts_itself(
+    roomy: tuple[LLM, dict[str, Any]], k: int
+) -> None:
+    llm, options = roomy
+    expected = generate(llm)
+    small = {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 6 + 3 * k,
+        "max_model_len": 96,
+        "kv_cache_memory_bytes": 6 * llm_page_bytes(llm) * len(kv_groups(llm)),
+    }
+    speculative = {"method": "self", "num_speculative_tokens": k, "adaptive": False}
+    with LLM(**options, **small, speculative_config={"method": "self"}) as cramped:
+        assert generate(cramped, speculative) == expected
+        scheduler = cramped._engine._scheduler
+        assert scheduler.stats().counters.num_preemptions > 0
+        counters = scheduler.draft_counters
+        assert 0.2 < counters.num_accepted_tokens / counters.num_draft_tokens < 1
+        assert generate(cramped, {**speculative, "adaptive": True}) == expected
+        assert generate(cramped, {"method": "ngram", "prompt_lookup_min": 1}) == expected
+
+
 def kv_groups(llm: LLM) -> Sequence[Any]:
     return llm._engine._scheduler._kv_cache.no_blocks
 

@@ -33,12 +33,14 @@ class CPUBackend:
         share_prefixes: bool = True,
         variant: str | None = None,
         pool: native.Pool | None = None,
+        pages: native.Pages | None = None,
     ) -> None:
+        """`pages` of another backend of the same `kv`: its plan and this one read and write the same KV."""
         self._activations = activations
         self.variant = variant or isa()
         self.pool = pool or native.Pool(threads)
         self.arena = native.Arena()
-        self.pages = native.Pages(
+        self.pages = pages or native.Pages(
             kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.num_blocks, kv.dtype
         )
         self.plan = native.Plan(self.pool, self.variant, max_rows, LOGIT_TILE, self.pages)

@@ -1,0 +1,244 @@
+"""What speculation gains and what it can cost: one server, requests with and without drafts in turn.
+
+    python benchmarks/speculation.py [PART …]
+
+Each pair sends the same prompts twice, once with `"speculative": {…}` and once with `false`, in alternating order and under salts
+of their own, so that neither finds the other's cache. The figure of a pair is the ratio of decoding times (first token to last, summed
+over the requests), above 1 where drafts gain; of all pairs the median, with a bootstrap interval. The record goes to docs/records/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from poise.bench.client import LoadClient, Target
+from poise.bench.managed_server import ManagedServer
+from poise.bench.presets import find_spec, placeholders
+from poise.bench.record import ClientOptions, RequestRow
+from poise.machine import cpu_model, poise_version
+
+RECORDS = Path(__file__).parents[1] / "docs" / "records"
+RESAMPLES = 10_000
+PROMPT_TOKENS = 16
+PASSAGE_TOKENS, NUM_REPEATS = 24, 6
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `text`: random prompts, or repeats that the model goes on with."""
+
+    name: str
+    text: str
+    batch: int
+    speculative: dict[str, Any]
+    model: str = "smollm2-135m"
+    num_tokens: int = 96
+    flags: tuple[str, ...] = ()
+
+
+LOOKUP = {"method": "suffix", "num_speculative_tokens": 8, "prompt_lookup_min": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2}
+FIXED = {**NGRAM, "num_speculative_tokens": 4, "adaptive": False}
+SELF = {"method": "self", "num_speculative_tokens": 4}
+SELF_FLAGS = ("--spec-method", "self")
+BATCHES = (1, 2, 4, 8, 16, 32)
+
+PARTS: dict[str, list[Case]] = {
+    "random": [
+        Case(f"random text, batch {batch}, {method['method']}", "random", batch, method)
+        for batch in (1, 32)
+        for method in (NGRAM, LOOKUP)
+    ],
+    "repeats": [
+        Case(f"repeats, batch 1, {method['method']}", "repeats", 1, method)
+        for method in (NGRAM, LOOKUP)
+    ],
+    "batches": [
+        Case(f"repeats, batch {batch}, {kind}", "repeats", batch, method, num_tokens=64)
+        for batch in BATCHES
+        for kind, method in (("fixed", FIXED), ("controller", NGRAM))
+    ],
+    "self": [
+        Case("self, gemma3-270m", "random", 1, SELF, "gemma3-270m", 64, SELF_FLAGS),
+    ],
+}
+
+
+@dataclass
+class Found:
+    """`ratios`: decoding time without drafts over that with them, by pair."""
+
+    ratios: list[float] = field(default_factory=list)
+    off_seconds_per_token: list[float] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        low, high = interval(self.ratios)
+        drafts = self.counters["num_drafts"]
+        accepted = self.counters["num_accepted_tokens"]
+        drafted = self.counters["num_draft_tokens"]
+        return {
+            "pairs": len(self.ratios),
+            "speedup": statistics.median(self.ratios),
+            "interval": [low, high],
+            "off_seconds_per_token": statistics.median(self.off_seconds_per_token),
+            "acceptance": accepted / drafted if drafted else None,
+            "m": 1 + accepted / drafts if drafts else None,
+            **self.counters,
+            "ratios": self.ratios,
+        }
+
+
+def interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Of the median, by the percentile bootstrap (Efron and Tibshirani, 1993, chapter 13)."""
+    toss = random.Random(1)
+    medians = sorted(
+        statistics.median(toss.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
+    )
+    tail = (1 - confidence) / 2
+    return medians[int(tail * RESAMPLES)], medians[int((1 - tail) * RESAMPLES) - 1]
+
+
+def prompts(case: Case, pair: int) -> list[list[int]]:
+    """One for each request of the batch: token ids that any vocabulary has."""
+    toss = random.Random(f"{case.text} {pair}")
+    found = []
+    for _ in range(case.batch):
+        length = PROMPT_TOKENS if case.text == "random" else PASSAGE_TOKENS
+        passage = [toss.randrange(1000, 20_000) for _ in range(length)]
+        found.append(passage if case.text == "random" else passage * NUM_REPEATS)
+    return found
+
+
+async def block(url: str, case: Case, pair: int, drafts: bool) -> tuple[float, float]:
+    """Sends the batch at once; returns seconds of decoding, summed, and per token."""
+    options = ClientOptions(timeout_s=120.0)
+    target = Target(url, "/v1/completions", case.model)
+    rows = [RequestRow(index, 0.0) for index in range(case.batch)]
+    async with LoadClient(target, options) as client:
+        await asyncio.gather(
+            *(
+                client.send(body(case, prompt, f"{pair} {drafts} {index}", drafts), rows[index])
+                for index, prompt in enumerate(prompts(case, pair))
+            )
+        )
+    seconds = tokens = 0.0
+    for row in rows:
+        if row.status != "ok" or row.end is None or row.first_token is None:
+            sys.exit(f"{case.name}: a request failed: {row.error}")
+        assert row.completion_tokens == case.num_tokens, row.completion_tokens
+        seconds += row.end - row.first_token
+        tokens += row.completion_tokens - 1
+    return seconds, seconds / tokens
+
+
+def body(case: Case, prompt: list[int], salt: str, drafts: bool) -> bytes:
+    return json.dumps(
+        {
+            "model": case.model,
+            "prompt": prompt,
+            "max_tokens": case.num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": salt,
+            "speculative": case.speculative if drafts else False,
+        }
+    ).encode()
+
+
+def counters(url: str) -> dict[str, float]:
+    """vLLM's three, from /metrics."""
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    found = dict.fromkeys(COUNTERS, 0.0)
+    for line in text.splitlines():
+        for name in COUNTERS:
+            if line.startswith(f"vllm:spec_decode_{name}_total{{"):
+                found[name] += float(line.rpartition(" ")[2])
+    return found
+
+
+async def run_case(url: str, case: Case, num_pairs: int) -> Found:
+    found = Found()
+    for drafts in (True, False):
+        await block(url, case, -1, drafts)
+    before = counters(url)
+    for pair in range(num_pairs):
+        seconds = {}
+        for drafts in (True, False) if pair % 2 else (False, True):
+            seconds[drafts], per_token = await block(url, case, pair, drafts)
+            if not drafts:
+                found.off_seconds_per_token.append(per_token)
+        found.ratios.append(seconds[False] / seconds[True])
+    found.counters = {name: value - before[name] for name, value in counters(url).items()}
+    return found
+
+
+def server(model: str, model_path: str, flags: Sequence[str]) -> ManagedServer:
+    spec = find_spec("poise")
+    spec = replace(spec, command=(*spec.command, "--max-model-len", "1024", *flags))
+    return ManagedServer(spec, placeholders(spec, model=model, model_path=model_path))
+
+
+def run_part(cases: Sequence[Case], num_pairs: int) -> dict[str, Any]:
+    """The part's cases, those of one model and its flags in one server."""
+    results: dict[str, Any] = {}
+    for model, flags in dict.fromkeys((case.model, case.flags) for case in cases):
+        with server(model, model, flags) as running:
+            for case in cases:
+                if (case.model, case.flags) == (model, flags):
+                    found = asyncio.run(run_case(running.url, case, num_pairs)).summary()
+                    results[case.name] = {"speculative": case.speculative, **found}
+                    low, high = found["interval"]
+                    print(
+                        f"{case.name}: {found['speedup']:.3f} [{low:.3f}, {high:.3f}], m {found['m']}",
+                        flush=True,
+                    )
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    now = datetime.now(UTC)
+    record: dict[str, Any] = {
+        "created": now.isoformat(timespec="seconds"),
+        "poise": poise_version(),
+        "cpu": cpu_model(),
+        "parts": {},
+    }
+    for part in arguments.parts or PARTS:
+        record["parts"][part] = run_part(PARTS[part], arguments.pairs)
+    arguments.records.mkdir(parents=True, exist_ok=True)
+    path = arguments.records / f"speculation-{now:%Y%m%d-%H%M}.json"
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(record, file, indent=1)
+    Path(file.name).replace(path)
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
