@@ -50,6 +50,7 @@ class Axes:
     behind_prefix: tuple[int, ...]  # sizes of crowds behind one prefix
     prefix_splits: int  # splits of attention that the longest prefix fills
     drafts: tuple[int, ...]  # of a request in a step
+    num_growing: int  # probes that draft while pages are short
 
 
 QUICK = Axes(
@@ -66,6 +67,7 @@ QUICK = Axes(
     behind_prefix=(2, 9),
     prefix_splits=1,
     drafts=(1, 3),
+    num_growing=8,
 )
 FULL = Axes(
     company=tuple(range(1, 65)),
@@ -81,6 +83,7 @@ FULL = Axes(
     behind_prefix=(2, 3, 5, 8, 17, 40, 64),
     prefix_splits=2,
     drafts=(1, 2, 3, 4, 5, 6),
+    num_growing=24,
 )
 
 
@@ -260,13 +263,15 @@ def speculation(trials: Trials, axes: Axes) -> None:
     own = history_probes(rig.tokenizer, rig.info.vocab_size, quick=axes is QUICK)
     trials.lab.answer_alone(rig.fitting(own))
     probes = short_probes(trials.lab.probes, axes.crowd_length) + rig.fitting(own)
-    alone = max(rig.blocks_for([probe], rig.base) for probe in probes)
-    few_blocks = max(alone, rig.blocks_for(probes, rig.base) // 3)
+    chosen = [probe for probe in trials.lab.probes if len(probe.token_ids) <= LONGEST_BLOCK]
+    growing = growing_first(chosen, rig.base.block_size)[: axes.num_growing]
+    alone = max(rig.blocks_for([probe], rig.base) for probe in growing)
+    few_blocks = max(alone, rig.blocks_for(growing, rig.base) // 3)
     for k in axes.drafts:
         drafted(trials, Setup(drafts=k), probes)
         drafted(trials, Setup(drafts=k, prefix_caching=True), probes)
         chunk = rig.base.block_size + 1
-        run = drafted(trials, Setup(drafts=k, chunk=chunk, num_blocks=few_blocks), probes)
+        run = drafted(trials, Setup(drafts=k, chunk=chunk, num_blocks=few_blocks), growing)
         trials.fired("preemptions", run.num_preemptions)
     setup = Setup(drafts=axes.drafts[-1])
     run = trials.run("drafts looked up in the text", setup, trials.lab.probes[:: axes.stride])
