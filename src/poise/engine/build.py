@@ -206,6 +206,7 @@ def assemble_engine(
         speculation=SpeculationOffer(
             speculation,
             ("ngram", "suffix", *(("self",) if loaded.draft_seconds is not None else ())),
+            ("coupled", "rejection"),
         ),
         on_close=on_close,
     )

@@ -141,10 +141,11 @@ class InputBatch:
             if scheduled.samples:
                 for place in range(scheduled.num_drafts + 1):
                     known = state.num_known + place
-                    state.sampling.fill(self._rows, len(logit_rows), state.tokens, known, place)
-                    logit_indices.append(end - 1 - scheduled.num_drafts + place)
                     is_last = place == scheduled.num_drafts
                     draft = NO_DRAFT if is_last else int(state.tokens[known])
+                    row_index = len(logit_rows)
+                    state.sampling.fill(self._rows, row_index, state.tokens, known, place, draft)
+                    logit_indices.append(end - 1 - scheduled.num_drafts + place)
                     logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
             row = end
             self._query_start[i + 1] = row

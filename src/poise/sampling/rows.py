@@ -47,9 +47,11 @@ _NUM_OUTPUT_TOKENS = _OFFSETS["num_output_tokens"]
 _BANNED_IDS = _OFFSETS["banned_ids"]
 _NUM_BANNED = _OFFSETS["num_banned"]
 _TARGET = _OFFSETS["target"]
+_DRAFT = _OFFSETS["draft"]
 _NUM_LOGPROBS = _OFFSETS["num_logprobs"]
 _pack_u64 = struct.Struct("=Q").pack_into
 _pack_u32 = struct.Struct("=I").pack_into
+_pack_i32 = struct.Struct("=i").pack_into
 
 
 class SamplingRows:
@@ -75,6 +77,8 @@ class SamplingState:
     def __init__(self, sampling: EngineSampling, vocab_size: int, num_prompt: int) -> None:
         params = sampling.params
         self._num_prompt = num_prompt
+        speculation = sampling.speculation
+        self._rejects = speculation is not None and speculation.acceptance == "rejection"
         self._history: Int32s | None = None
         self._stop_ids = sorted(sampling.stop_token_ids)
         self._min_tokens = params.min_tokens if self._stop_ids else 0
@@ -114,16 +118,24 @@ class SamplingState:
         self._ban(self._always_banned, 0)
 
     def fill(
-        self, rows: SamplingRows, index: int, history: Int32s, num_known: int, place: int = 0
+        self,
+        rows: SamplingRows,
+        index: int,
+        history: Int32s,
+        num_known: int,
+        place: int = 0,
+        draft: int = NO_DRAFT,
     ) -> None:
         """Makes row `index` draw the token at absolute position `num_known`.
 
         history: the request's tokens, prompt first, at least `num_known` of them, drafts taken for known. The row
         points into it: it must stay where it is until the rows have been sampled. place: 0, 1 … for the
-        request's rows of one step.
+        request's rows of one step. draft: what stands at that position, of which only `rejection` wants to know.
         """
         record = self._record
         _pack_u32(record, _POSITION, num_known)
+        if self._rejects:
+            _pack_i32(record, _DRAFT, draft)
         if self._has_penalties:
             if history is not self._history:
                 self._point_at(history)
