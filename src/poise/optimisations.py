@@ -39,6 +39,11 @@ def _on(active: bool) -> str:
     return "on" if active else "off"
 
 
+def _speculates(settings: Settings, acceptance: str) -> bool:
+    speculation = settings.speculation.default
+    return speculation is not None and speculation.acceptance == acceptance
+
+
 def _chunked_prefill(settings: Settings) -> str:
     chunk, longest = settings.scheduler.max_num_batched_tokens, settings.scheduler.max_model_len
     return f"on above {chunk:,} tokens" if longest is None else _on(chunk < longest)
@@ -94,7 +99,17 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         check="poise verify --check speculation",
         experiment="benchmarks/speculation.py: the same requests with and without, in turn; compare tokens per second",
         way_back='--spec-method off, or "speculative": false in a request',
-        state=lambda settings: _on(settings.speculation.default is not None),
+        state=lambda settings: _on(_speculates(settings, "coupled")),
+        off={"spec-method": "off"},
+    ),
+    Optimisation(
+        name="rejection of drafts",
+        flag="--speculative-config",
+        kind="law",
+        check="poise verify --check rejection",
+        experiment="as for speculative decoding, with acceptance rejection and coupled; compare drafts accepted",
+        way_back='"acceptance": "coupled" in --speculative-config or in a request',
+        state=lambda settings: _on(_speculates(settings, "rejection")),
         off={"spec-method": "off"},
     ),
     Optimisation(

@@ -15,6 +15,7 @@ from poise.errors import ConfigError
 from poise.executor.load import LoadedExecutor
 from poise.kernels.cpu import available_isas, isa
 from poise.kernels.ops import SPLIT
+from poise.verify import law
 from poise.verify.answers import Probe
 from poise.verify.child import answers_under
 from poise.verify.drafts import KnowingDrafter, known_answers
@@ -292,6 +293,10 @@ def drafted(trials: Trials, setup: Setup, probes: Sequence[Probe]) -> Run:
     return found
 
 
+def rejection(trials: Trials, axes: Axes) -> None:
+    law.rejection(trials)
+
+
 def twin(trials: Trials, axes: Axes) -> None:
     rig = trials.lab.rig
     probes = spread(short_probes(trials.lab.probes, axes.twin_length), axes.num_slow)
@@ -339,6 +344,7 @@ CHECKS: tuple[Check, ...] = (
     Check("shared", "L2", "a crowd behind one prefix, read once for all", shared),
     Check("twin", "L2", "cached decoding, against every step from position 0", twin),
     Check("speculation", "L3", "drafts, right ones and wrong ones", speculation),
+    Check("rejection", "law", "the distribution that rejection keeps", rejection),
     Check("isa", "L4", "the instruction set", variants),
 )
 

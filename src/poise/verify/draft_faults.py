@@ -21,6 +21,7 @@ from poise.kernels.reference import ReferenceBackend
 from poise.kernels.reference_math import F32
 from poise.sampling.rows import NO_LOGPROBS, Int32s, Records, SamplingRows, SamplingState
 from poise.sampling.rows import token_ids as drawn_ids
+from poise.spec_decode import acceptance
 
 Slots = set[tuple[int, int, int]]  # KV group, block, offset
 
@@ -96,6 +97,17 @@ def accept_if_argmax_equal() -> Iterator[None]:
         patch.object(model_runner, "token_ids", token_ids),
     ):
         yield
+
+
+def residual_from_the_wrong_q() -> AbstractContextManager[object]:
+    """What replaces a rejected draft is drawn from p less a q that the draft was not drawn from."""
+    residual = acceptance.residual
+
+    def residual_of_another(z: F32, p: F32, q: F32 | None, drafts: acceptance.TokenIds) -> F32:
+        wrong = None if q is None else np.roll(q, 1, axis=1)
+        return residual(z, p, wrong, np.roll(drafts, 1) + 1 if q is None else drafts)
+
+    return patch.object(acceptance, "residual", residual_of_another)
 
 
 def penalties_without_drafts() -> AbstractContextManager[object]:

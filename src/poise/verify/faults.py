@@ -37,6 +37,7 @@ from poise.verify.draft_faults import (
     accept_if_argmax_equal,
     drafted_kv_left_visible,
     penalties_without_drafts,
+    residual_from_the_wrong_q,
 )
 from poise.verify.tape import TapeBackend
 from poise.weights.dummy_checkpoint import DummyCheckpoint
@@ -320,6 +321,8 @@ FAULTS: tuple[Fault, ...] = (
           "speculation", False, accept_if_argmax_equal),
     Fault("penalties-without-drafts", "penalties behind drafts count no token of the draft",
           "speculation", False, penalties_without_drafts),
+    Fault("residual-from-the-wrong-q", "what replaces a rejected draft is drawn from p less a q that it was not drawn from",
+          "rejection", False, residual_from_the_wrong_q),
 )  # fmt: skip
 
 WITHOUT_FAULT: tuple[Fault, ...] = (
