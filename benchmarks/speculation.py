@@ -1,6 +1,7 @@
 """What speculation gains and what it can cost: one server, requests with and without drafts in turn.
 
     python benchmarks/speculation.py [PART …]
+    python benchmarks/speculation_figures.py docs/records/speculation-….json
 
 Each pair sends the same prompts twice, once with `"speculative": {…}` and once with `false`, in alternating order and under salts
 of their own, so that neither finds the other's cache. The figure of a pair is the ratio of decoding times (first token to last, summed
@@ -25,16 +26,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from poise import LLM, SamplingParams
 from poise.bench.client import LoadClient, Target
 from poise.bench.managed_server import ManagedServer
 from poise.bench.presets import find_spec, placeholders
 from poise.bench.record import ClientOptions, RequestRow
+from poise.core.step_time import StepShape
 from poise.machine import cpu_model, poise_version
+from poise.spec_decode.controller import DraftLengthController
+from poise.spec_decode.drafter import SpeculativeDrafter
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESAMPLES = 10_000
 PROMPT_TOKENS = 16
-PASSAGE_TOKENS, NUM_REPEATS = 24, 6
+PASSAGE_TOKENS = 24
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
@@ -49,6 +54,7 @@ class Case:
     model: str = "smollm2-135m"
     num_tokens: int = 96
     flags: tuple[str, ...] = ()
+    num_repeats: int = 6
 
 
 LOOKUP = {"method": "suffix", "num_speculative_tokens": 8, "prompt_lookup_min": 2}
@@ -60,8 +66,10 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 PARTS: dict[str, list[Case]] = {
     "random": [
-        Case(f"random text, batch {batch}, {method['method']}", "random", batch, method)
-        for batch in (1, 32)
+        Case(
+            f"random text, batch {batch}, {method['method']}", "random", batch, method, num_tokens=n
+        )
+        for batch, n in ((1, 96), (32, 24))
         for method in (NGRAM, LOOKUP)
     ],
     "repeats": [
@@ -69,13 +77,23 @@ PARTS: dict[str, list[Case]] = {
         for method in (NGRAM, LOOKUP)
     ],
     "batches": [
-        Case(f"repeats, batch {batch}, {kind}", "repeats", batch, method, num_tokens=64)
+        Case(f"{kind} {batch}", "repeats", batch, method, num_tokens=32, num_repeats=3)
         for batch in BATCHES
         for kind, method in (("fixed", FIXED), ("controller", NGRAM))
     ],
     "self": [
         Case("self, gemma3-270m", "random", 1, SELF, "gemma3-270m", 64, SELF_FLAGS),
+        Case(
+            "self, gemma3-270m, fixed",
+            "random",
+            1,
+            {**SELF, "adaptive": False},
+            "gemma3-270m",
+            64,
+            SELF_FLAGS,
+        ),
     ],
+    "predictions": [],
 }
 
 
@@ -121,7 +139,7 @@ def prompts(case: Case, pair: int) -> list[list[int]]:
     for _ in range(case.batch):
         length = PROMPT_TOKENS if case.text == "random" else PASSAGE_TOKENS
         passage = [toss.randrange(1000, 20_000) for _ in range(length)]
-        found.append(passage if case.text == "random" else passage * NUM_REPEATS)
+        found.append(passage if case.text == "random" else passage * case.num_repeats)
     return found
 
 
@@ -213,6 +231,37 @@ def run_part(cases: Sequence[Case], num_pairs: int) -> dict[str, Any]:
     return results
 
 
+def predictions() -> dict[str, Any]:
+    """How far m and step times came from what was predicted, over texts of both kinds; in this process."""
+    with LLM("smollm2-135m", max_model_len=1024) as llm:
+        scheduler = llm._engine._scheduler
+        controller = DraftLengthController()
+        scheduler._drafting.drafter = SpeculativeDrafter(controller)
+        for pair in range(12):
+            case = PARTS["repeats" if pair % 2 else "random"][0]
+            params = SamplingParams(
+                temperature=0, max_tokens=96, ignore_eos=True, speculative=case.speculative
+            )
+            given = [{"prompt_token_ids": prompt} for prompt in prompts(case, pair)]
+            llm.generate(given * (1 + pair % 3), params)
+        errors = sorted(abs(error) for error in scheduler.step_time.errors)
+        found = {
+            "m_error": controller.forecast.error,
+            "steps_with_drafts": controller.forecast.num_requests,
+            "step_time_error_median": errors[len(errors) // 2],
+            "step_time_error_p90": errors[9 * len(errors) // 10],
+            "milliseconds_by_rows": {
+                str(rows): 1e3
+                * scheduler.step_time.predict(
+                    StepShape(rows, 0, scheduler.step_time.keys(150, rows), rows)
+                )
+                for rows in (1, 2, 3, 5, 9, 17, 33)
+            },
+        }
+    print(found, flush=True)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
@@ -230,7 +279,9 @@ def main() -> int:
         "parts": {},
     }
     for part in arguments.parts or PARTS:
-        record["parts"][part] = run_part(PARTS[part], arguments.pairs)
+        record["parts"][part] = (
+            run_part(PARTS[part], arguments.pairs) if PARTS[part] else predictions()
+        )
     arguments.records.mkdir(parents=True, exist_ok=True)
     path = arguments.records / f"speculation-{now:%Y%m%d-%H%M}.json"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
