@@ -121,8 +121,9 @@ def penalties_without_drafts() -> AbstractContextManager[object]:
         history: Int32s,
         num_known: int,
         place: int = 0,
+        *rest: Any,
     ) -> None:
-        fill(self, rows, index, history, num_known, place)
+        fill(self, rows, index, history, num_known, place, *rest)
         counted = np.int32(rows.records["num_output_tokens"][index])
         rows.records["num_output_tokens"][index] = max(0, counted - place)
 
