@@ -22,7 +22,7 @@ from poise.core.drafting import Drafter
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.prefix_cache import PrefixCache
 from poise.core.recording import RecordingScheduler, SchedulerSetup
-from poise.core.speculation import Speculation, SpeculationOffer
+from poise.core.speculation import Method, Speculation, SpeculationOffer
 from poise.core.step_time import Fit
 from poise.core.tenant import NO_TENANTS, TenantTable
 from poise.engine.client import EngineInfo
@@ -35,12 +35,14 @@ from poise.engine.secret import LocalSecret, fresh_secret, local_secret
 from poise.engine.step_times import fit_key, store_fit, stored_fit
 from poise.engine.utilisation import Utilisation
 from poise.executor.load import NUMERICS_VERSION, LoadedExecutor, load_executor
+from poise.executor.load_draft import check_vocabulary
 from poise.executor.step_cost import probe
 from poise.spec_decode.controller import DraftLengthController
 from poise.spec_decode.drafter import SpeculativeDrafter
 from poise.tokenizer.tokenizer import Tokenizer
 from poise.weights.checkpoint import Checkpoint
 from poise.weights.dummy_checkpoint import DEFAULT_CONTAINER, dummy_checkpoint
+from poise.weights.four_bit import FourBitCheckpoint
 from poise.weights.open_checkpoint import open_checkpoint
 from poise.weights.pull import resolve_model
 
@@ -73,14 +75,10 @@ def build_engine(
     tell(f"loading {checkpoint.name} ({checkpoint.format})")
     with ThreadPoolExecutor(1, "poise-tokenizer") as pool:
         tokenizer = pool.submit(lambda: Tokenizer(checkpoint.tokenizer))
-        default = speculation.default
-        loaded = load_executor(
-            checkpoint,
-            cache,
-            scheduler,
-            compute,
-            drafts_itself=default is not None and default.method == "self",
-        )
+        draft = open_draft(source, speculation, checkpoint, console)
+        if draft is not None and draft.path != checkpoint.path:
+            check_vocabulary(tokenizer.result(), draft, checkpoint.config.vocab_size)
+        loaded = load_executor(checkpoint, cache, scheduler, compute, draft=draft)
         fit = stored_fit(_fit_key(loaded)) or probe(
             loaded.executor,
             loaded.kv_groups,
@@ -98,8 +96,32 @@ def build_engine(
             tenants,
             fit,
             local_secret(),
-            default,
+            speculation.default,
         )
+
+
+def open_draft(
+    source: ModelSource,
+    speculation: SpeculationConfig,
+    target: Checkpoint,
+    console: Console | None = None,
+) -> Checkpoint | None:
+    """What drafts, if a model does: the target in 4 bits, or another one. Raises as `open_source`."""
+    default = speculation.default
+    if default is None or default.method not in ("self", "draft_model"):
+        return None
+    if default.method == "self":
+        return FourBitCheckpoint(target)
+    assert speculation.draft_model is not None
+    path = resolve_model(speculation.draft_model, offline=source.offline, console=console)
+    return open_checkpoint(path)
+
+
+def _model_method(loaded: LoadedExecutor, speculation: Speculation | None) -> tuple[Method, ...]:
+    """The method of the model that drafts, if one was loaded: it was loaded for requests that say nothing."""
+    if loaded.draft_seconds is None or speculation is None:
+        return ()
+    return (speculation.method,)
 
 
 def _fit_key(loaded: LoadedExecutor) -> str:
@@ -205,7 +227,7 @@ def assemble_engine(
         clock=clock,
         speculation=SpeculationOffer(
             speculation,
-            ("ngram", "suffix", *(("self",) if loaded.draft_seconds is not None else ())),
+            ("ngram", "suffix", *_model_method(loaded, speculation)),
             ("coupled", "rejection"),
         ),
         on_close=on_close,

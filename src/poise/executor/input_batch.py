@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,18 @@ class RequestState:
     prompt_logprobs: (
         int | None
     )  # how many alternatives at each prompt position; None: not asked for
+    drafts_by_model: bool = False  # another model's, with KV of its own
+    draft_end: int | None = (
+        None  # positions before it have that model's KV; None: none was ever computed
+    )
+
+
+class DraftRows(NamedTuple):
+    """Rows of one request for the model that drafts: its tokens at start … end − 1, drafts among them."""
+
+    request_id: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,10 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         num_groups: int,
+        num_draft_groups: int = 0,
     ) -> None:
+        """`num_draft_groups`: of the KV groups, the last ones, which another model drafts with."""
+        self.max_rows = max_rows
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -91,6 +107,8 @@ class InputBatch:
         self._counting = np.arange(max_model_len + 1, dtype=np.int32)
         self._query_start = np.zeros(max_num_seqs + 1, np.int32)
         self._block_tables = np.zeros((max_num_seqs, num_groups, max_blocks), np.int32)
+        self._groups = slice(num_groups - num_draft_groups)
+        self._draft_groups = slice(num_groups - num_draft_groups, num_groups)
         self._rows = SamplingRows(max_rows)
         self._results: Records = np.zeros(max_rows, RESULT_TYPE)
 
@@ -149,32 +167,34 @@ class InputBatch:
                     logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
             row = end
             self._query_start[i + 1] = row
-        return self._batch(len(output.scheduled), row, most_blocks, logit_indices, logit_rows)
+        count = len(output.scheduled)
+        return self._batch(count, row, most_blocks, logit_indices, logit_rows, self._groups)
 
-    def build_drafts(self, items: Sequence[ScheduledRequest], place: int) -> Batch:
-        """Lays out the step that draws draft `place` of each request: the rows of its known tokens for the first, of
-        the draft before for the others. Result i is that of item i.
-        """
+    def build_drafts(
+        self, requests: Sequence[DraftRows], *, own_groups: bool, draws: bool
+    ) -> Batch:
+        """Lays out a step of the model that drafts. If it `draws`, result i is the token behind the rows of request i."""
         row = 0
         logit_rows: list[LogitRow] = []
         logit_indices: list[int] = []
         most_blocks = 1
-        for i, item in enumerate(items):
-            state = self._states[item.request_id]
-            last = state.num_known + place
-            start = last - 1 if place else item.start
+        for i, (request_id, start, last) in enumerate(requests):
+            state = self._states[request_id]
             end = row + last - start
             self._token_ids[row:end] = state.tokens[start:last]
             self._positions[row:end] = self._counting[start:last]
             self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
             most_blocks = max(most_blocks, state.num_blocks)
-            state.sampling.fill(self._rows, i, state.tokens, last, place)
-            self._rows.records[i]["num_logprobs"] = NO_LOGPROBS
-            logit_indices.append(end - 1)
-            logit_rows.append(LogitRow(item.request_id, True, place))
+            if draws:
+                place = last - state.num_known
+                state.sampling.fill(self._rows, i, state.tokens, last, place)
+                self._rows.records[i]["num_logprobs"] = NO_LOGPROBS
+                logit_indices.append(end - 1)
+                logit_rows.append(LogitRow(request_id, True, place))
             row = end
             self._query_start[i + 1] = row
-        return self._batch(len(items), row, most_blocks, logit_indices, logit_rows)
+        groups = self._draft_groups if own_groups else self._groups
+        return self._batch(len(requests), row, most_blocks, logit_indices, logit_rows, groups)
 
     def _batch(
         self,
@@ -183,15 +203,15 @@ class InputBatch:
         most_blocks: int,
         logit_indices: list[int],
         logit_rows: list[LogitRow],
+        groups: slice,
     ) -> Batch:
-        """What the arrays hold for `count` requests."""
+        """What the arrays hold for `count` requests; the block tables are those of some KV groups."""
+        tables = np.ascontiguousarray(self._block_tables[:count, groups, :most_blocks])
         step = Step(
             token_ids=self._token_ids[:num_rows],
             positions=self._positions[:num_rows],
             query_start=self._query_start[: count + 1],
-            block_tables=np.ascontiguousarray(self._block_tables[:count, :, :most_blocks]).reshape(
-                count, self._block_tables.shape[1] * most_blocks
-            ),
+            block_tables=tables.reshape(count, tables.shape[1] * most_blocks),
             logit_rows=np.array(logit_indices, dtype=np.int32),
         )
         return Batch(
@@ -217,10 +237,13 @@ class InputBatch:
         self._trim(scheduled.request_id, scheduled.start)
 
     def _trim(self, request_id: int, num_computed: int) -> None:
-        self._states[request_id].num_blocks = -(-num_computed // self._block_size)
+        state = self._states[request_id]
+        state.num_blocks = -(-num_computed // self._block_size)
+        if state.draft_end is not None:
+            state.draft_end = min(state.draft_end, num_computed)
 
     def _new_state(self, new: NewRequest) -> RequestState:
-        params = new.sampling.params
+        params, speculation = new.sampling.params, new.sampling.speculation
         num_known = len(new.token_ids)
         tokens = np.zeros(self._max_model_len + 1, np.int32)
         tokens[:num_known] = new.token_ids
@@ -236,6 +259,7 @@ class InputBatch:
             sampling=SamplingState(new.sampling, self._vocab_size, new.num_prompt_tokens),
             wants_logprobs=params.logprobs is not None,
             prompt_logprobs=params.prompt_logprobs,
+            drafts_by_model=speculation is not None and speculation.method == "draft_model",
         )
 
     def _extend(self, state: RequestState, scheduled: ScheduledRequest) -> None:

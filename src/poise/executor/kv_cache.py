@@ -6,15 +6,18 @@ Knows shapes and budgets, not requests. One page holds `block_size` tokens of th
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poise.config import CacheConfig
 from poise.core.kv_cache_manager import KVCacheManager
+from poise.core.output import KVGroupSpec
 from poise.errors import ConfigError
 from poise.models.config import ModelConfig
 from poise.models.cost import (
     KV_FORMATS,
     KVGroups,
+    kinds_of_layers,
     kv_bytes_per_layer_token,
     kv_groups,
     layer_windows,
@@ -33,6 +36,12 @@ class KVCachePlan:
     page_bytes: int
     max_chunk: int
     reason: str
+    draft: KVGroups | None = None  # of a model that drafts, in pages of the same size
+
+    @property
+    def specs(self) -> tuple[KVGroupSpec, ...]:
+        """Of all groups, those of a model that drafts last."""
+        return self.groups.specs + (() if self.draft is None else self.draft.specs)
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +49,7 @@ class KVCachePlan:
 
         def pages(num_blocks: int) -> int:
             return blocks_of_sequence(
-                self.groups, num_blocks * self.block_size, self.max_chunk, self.block_size
+                self.specs, num_blocks * self.block_size, self.max_chunk, self.block_size
             )
 
         longest = bisect_right(range(self.num_blocks + 1), self.num_blocks, key=pages) - 1
@@ -51,9 +60,11 @@ class KVCachePlan:
         return self.page_bytes * self.num_blocks
 
 
-def blocks_of_sequence(groups: KVGroups, num_tokens: int, max_chunk: int, block_size: int) -> int:
+def blocks_of_sequence(
+    specs: Sequence[KVGroupSpec], num_tokens: int, max_chunk: int, block_size: int
+) -> int:
     """The most pages of all groups that a sequence of `num_tokens` holds at once."""
-    manager = KVCacheManager(groups.specs, 1, block_size, None)
+    manager = KVCacheManager(specs, 1, block_size, None)
     return manager.num_blocks_needed(num_tokens, max_chunk)
 
 
@@ -64,16 +75,20 @@ def plan_kv_cache(
     max_model_len: int,
     max_chunk: int,
     available_bytes: int | None,
+    draft: ModelConfig | None = None,
 ) -> KVCachePlan:
     """Sizes the pool: what was asked for, or the smaller of 40 % of `available_bytes` and what all sequences could use.
 
     `max_chunk`: the most tokens of a sequence in one step. `available_bytes=None` (the system does not tell) leaves only
-    the second. Raises ConfigError where not even one page fits.
+    the second. `draft`: a model whose KV goes into groups of its own. Raises ConfigError where not even one page fits, or
+    no layer of the draft into a page.
     """
     groups = kv_groups(layer_windows(config))
     layer_bytes = int(kv_bytes_per_layer_token(config, KV_FORMATS[cache.kv_dtype]))
     page_bytes = layer_bytes * groups.layers_per_page * cache.block_size
-    usable = max_num_seqs * blocks_of_sequence(groups, max_model_len, max_chunk, cache.block_size)
+    drafting = None if draft is None else draft_groups(draft, cache, page_bytes)
+    specs = groups.specs + (() if drafting is None else drafting.specs)
+    usable = max_num_seqs * blocks_of_sequence(specs, max_model_len, max_chunk, cache.block_size)
     if cache.memory_bytes is not None:
         num_blocks = cache.memory_bytes // page_bytes
         reason = f"--kv-cache-memory-bytes {cache.memory_bytes}"
@@ -91,4 +106,31 @@ def plan_kv_cache(
         raise ConfigError(
             f"{asked} bytes of KV cache hold no page of {page_bytes} bytes; give --kv-cache-memory-bytes more"
         )
-    return KVCachePlan(groups, cache.block_size, num_blocks, page_bytes, max_chunk, reason)
+    return KVCachePlan(
+        groups, cache.block_size, num_blocks, page_bytes, max_chunk, reason, drafting
+    )
+
+
+def draft_groups(config: ModelConfig, cache: CacheConfig, page_bytes: int) -> KVGroups:
+    """Groups of as many layers as a page of another model holds, each of layers with one window; raises ConfigError.
+
+    They keep all KV, whatever the window: the draft may be far behind when it computes a position.
+    """
+    layer_bytes = int(kv_bytes_per_layer_token(config, KV_FORMATS[cache.kv_dtype]))
+    most = page_bytes // (layer_bytes * cache.block_size)
+    if most == 0:
+        raise ConfigError(
+            f"the KV of a layer of the drafting model takes {layer_bytes * cache.block_size} bytes a block, "
+            f"a page of the target has {page_bytes}: draft with a narrower model"
+        )
+    windows = layer_windows(config)
+    specs: list[KVGroupSpec] = []
+    places = [(0, 0)] * len(windows)
+    for window in kinds_of_layers(windows):
+        layers = [layer for layer, own in enumerate(windows) if own == window]
+        for start in range(0, len(layers), most):
+            members = layers[start : start + most]
+            for place, layer in enumerate(members):
+                places[layer] = (len(specs), place)
+            specs.append(KVGroupSpec(f"draft {len(specs)}", len(members)))
+    return KVGroups(max(spec.num_layers for spec in specs), tuple(specs), tuple(places))

@@ -18,12 +18,12 @@ from poise.config import (
 )
 from poise.core.block_hash import CacheIdentity
 from poise.core.output import Executor, KVGroupSpec, WorkDone
-from poise.core.step_time import StepCost, StepTimeModel
+from poise.core.step_time import StepCost
 from poise.errors import ConfigError
 from poise.executor.input_batch import InputBatch
 from poise.executor.kv_cache import KVCachePlan, plan_kv_cache
+from poise.executor.load_draft import load_drafter
 from poise.executor.model_runner import ModelRunner
-from poise.executor.self_draft import SelfDrafter
 from poise.executor.step_cost import step_cost
 from poise.executor.stored_rates import StoredRates, stored_rates
 from poise.kernels.cpu.backend import CPUBackend
@@ -106,9 +106,10 @@ def load_executor(
     scheduler: SchedulerConfig,
     compute: ComputeConfig,
     *,
-    drafts_itself: bool = False,
+    draft: Checkpoint | None = None,
 ) -> LoadedExecutor:
-    """Builds the CPU executor of a checkpoint; if it `drafts_itself`, with a copy of the weights in 4 bits.
+    """Builds the CPU executor of a checkpoint. `draft` makes drafts: a coarser copy of the same weights over the same KV
+    (a FourBitCheckpoint), or another model of the same vocabulary, with KV of its own.
 
     Raises ConfigError for limits that can't be met, ModelFileError for a file that can't be run.
     """
@@ -126,6 +127,7 @@ def load_executor(
         max_model_len,
         scheduler.max_num_batched_tokens,
         available_memory_bytes(),
+        None if draft is None or isinstance(draft, FourBitCheckpoint) else draft.config,
     )
     shape = KVShape(
         kv_cache.groups.layers_per_page,
@@ -151,17 +153,18 @@ def load_executor(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=max_model_len,
         block_size=cache.block_size,
-        num_groups=shape.num_groups,
+        num_groups=len(kv_cache.specs),
+        num_draft_groups=len(kv_cache.specs) - shape.num_groups,
     )
     identity = identity_of(checkpoint.digest(), compute, cache.kv_dtype)
     rates = stored_rates(backend.variant, threads)
     drafter = None
-    if drafts_itself:
-        drafter = _self_drafter(backend, shape, checkpoint, scheduler, compute, batch, rates)
+    if draft is not None:
+        drafter = load_drafter(draft, backend, kv_cache, scheduler, compute, batch, rates)
     runner = ModelRunner(backend, batch, drafter)
     return LoadedExecutor(
         executor=runner,
-        kv_groups=list(kv_cache.groups.specs),
+        kv_groups=list(kv_cache.specs),
         kv_cache=kv_cache,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
@@ -188,29 +191,3 @@ def load_executor(
         step_cost=step_cost(config, backend.arena.used_bytes, threads, rates),
         draft_seconds=None if drafter is None else drafter.seconds,
     )
-
-
-def _self_drafter(
-    target: CPUBackend,
-    shape: KVShape,
-    checkpoint: Checkpoint,
-    scheduler: SchedulerConfig,
-    compute: ComputeConfig,
-    batch: InputBatch,
-    rates: StoredRates | None,
-) -> SelfDrafter:
-    """A second plan over the target's pages and workers."""
-    config, threads = checkpoint.config, target.pool.threads
-    backend = CPUBackend(
-        shape,
-        max_rows=scheduler.max_num_batched_tokens,
-        threads=threads,
-        activations=compute.activations,
-        share_prefixes=compute.shared_prefix_attention,
-        pool=target.pool,
-        pages=target.pages,
-    )
-    coarse = FourBitCheckpoint(checkpoint)
-    family(config.architecture)(backend, config, Source(backend, coarse))
-    cost = step_cost(config, backend.arena.used_bytes, threads, rates)
-    return SelfDrafter(backend, batch, StepTimeModel(cost))

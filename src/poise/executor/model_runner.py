@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from poise.core.output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, WorkDone
 from poise.executor.input_batch import NO_DRAFT, InputBatch
+from poise.executor.model_draft import ModelDrafter
 from poise.executor.profile import ExecutorProfile
-from poise.executor.self_draft import SelfDrafter
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.cpu.recorded import WorkCounter
 from poise.kernels.ops import Step
@@ -24,7 +24,7 @@ class ModelRunner:
     """Executor over a recorded model (see `core.output.Executor`)."""
 
     def __init__(
-        self, backend: CPUBackend, batch: InputBatch, drafter: SelfDrafter | None = None
+        self, backend: CPUBackend, batch: InputBatch, drafter: ModelDrafter | None = None
     ) -> None:
         self._backend = backend
         self._batch = batch

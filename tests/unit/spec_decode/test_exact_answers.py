@@ -13,6 +13,7 @@ from poise import LLM, RequestOutput, SamplingParams
 from poise.core.drafting import Draft, DraftRoom
 from poise.core.request import Request
 from poise.core.step_time import StepShape, StepTimeModel
+from poise.errors import ConfigError
 from tiny_models import TinyModel, byte_tokens, write_gguf
 
 MODELS = {
@@ -180,6 +181,53 @@ def test_answers_are_the_same_bytes_where_the_model_drafts_itself(
         assert 0.2 < counters.num_accepted_tokens / counters.num_draft_tokens < 1
         assert generate(cramped, {**speculative, "adaptive": True}) == expected
         assert generate(cramped, {"method": "ngram", "prompt_lookup_min": 1}) == expected
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("draft", ["itself", "another"])
+def test_answers_are_the_same_bytes_where_a_model_drafts(
+    roomy: tuple[LLM, dict[str, Any]], folder: Path, draft: str, k: int
+) -> None:
+    llm, options = roomy
+    expected = generate(llm)
+    path = options["model"]
+    if draft == "another":
+        path = str(folder / "draft.gguf")
+        model = TinyModel("llama", num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16, seed=9)
+        tokens = [*byte_tokens(model.vocab_size)[:-1], "ab"]
+        write_gguf(Path(path), model, "Q8_0", metadata={"tokenizer.ggml.tokens": tokens}.items())
+    drafting = {"speculative_config": {"method": "draft_model", "model": path}}
+    speculative = {"method": "draft_model", "num_speculative_tokens": k, "adaptive": False}
+    with LLM(**options, **drafting, max_model_len=96) as drafted:
+        assert generate(drafted, speculative) == expected
+        counters = drafted._engine._scheduler.draft_counters
+        share = counters.num_accepted_tokens / counters.num_draft_tokens
+        assert share > 0.93 if draft == "itself" else share < 0.5  # past a stop all are wrong
+        num_groups = len(kv_groups(drafted))
+        page_bytes = llm_page_bytes(drafted)
+    small = {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 6 + 3 * k,
+        "max_model_len": 96,
+        "kv_cache_memory_bytes": 6 * page_bytes * num_groups,
+    }
+    with LLM(**options, **drafting, **small) as cramped:
+        assert generate(cramped, speculative) == expected
+        assert cramped._engine._scheduler.stats().counters.num_preemptions > 0
+        assert generate(cramped, {**speculative, "adaptive": True}) == expected
+        assert generate(cramped, False) == expected
+        assert generate(cramped, speculative) == expected  # what others left has no draft's KV
+
+
+def test_a_draft_of_another_vocabulary_is_refused(folder: Path) -> None:
+    model = MODELS["llama"]
+    tokens = [*byte_tokens(model.vocab_size)[:-1], "ab"]
+    path, other = folder / "vocabulary.gguf", folder / "other.gguf"
+    write_gguf(path, model, "Q8_0", metadata={"tokenizer.ggml.tokens": tokens}.items())
+    swapped = [*tokens[:50], tokens[51], tokens[50], *tokens[52:]]
+    write_gguf(other, model, "Q8_0", metadata={"tokenizer.ggml.tokens": swapped}.items())
+    with pytest.raises(ConfigError, match="another vocabulary: token 50 is"):
+        LLM(str(path), speculative_config={"method": "draft_model", "model": str(other)})
 
 
 def kv_groups(llm: LLM) -> Sequence[Any]:

@@ -103,6 +103,9 @@ class Pages:
         num_blocks: int,
         type: str = "bf16",
     ) -> None: ...
+    def shared_with(self, num_layers: int, num_kv_heads: int, head_dim: int) -> Pages:
+        """The same memory, laid out for the layers of another model."""
+
     @property
     def page_bytes(self) -> int: ...
     @property

@@ -180,6 +180,11 @@ class CPUBackend:
         self._record("logits", output)
 
     @property
+    def kv(self) -> KVShape:
+        """How KV lies in the pages."""
+        return self._kv
+
+    @property
     def share_prefixes(self) -> bool:
         """Whether attention reads the splits that lie on the same blocks in several sequences once for all of them."""
         return self.plan.share_prefixes

@@ -109,10 +109,19 @@ std::shared_ptr<Vector> vector_of(std::shared_ptr<Arena> arena, Array1<float> va
 struct Pages {
     KVLayout layout;
     int num_blocks;
-    Mapping memory;
+    std::shared_ptr<Mapping> memory;
     Pages(int num_layers, int num_kv_heads, int head_dim, int block_size, int num_blocks_, const std::string& type)
-        : layout(layout_of(num_layers, num_kv_heads, head_dim, block_size, type)), num_blocks(num_blocks_), memory(layout.page_bytes * num_blocks) {
-        layout.base = memory.data();
+        : layout(layout_of(num_layers, num_kv_heads, head_dim, block_size, type)), num_blocks(num_blocks_),
+          memory(std::make_shared<Mapping>(layout.page_bytes * num_blocks)) {
+        layout.base = memory->data();
+    }
+    // The same pages for the layers of another model, which need not fill them.
+    Pages(const Pages& shared, int num_layers, int num_kv_heads, int head_dim)
+        : layout(layout_of(num_layers, num_kv_heads, head_dim, shared.layout.block_size, shared.layout.type == KV_INT8 ? "int8" : "bf16")),
+          num_blocks(shared.num_blocks), memory(shared.memory) {
+        if (layout.page_bytes > shared.layout.page_bytes) throw std::invalid_argument("the layers do not fit into a page");
+        layout.base = shared.layout.base;
+        layout.page_bytes = shared.layout.page_bytes;
     }
 
   private:
@@ -173,6 +182,9 @@ NB_MODULE(_native, m) {
 
     nb::class_<Pages>(m, "Pages")
         .def(nb::init<int, int, int, int, int, const std::string&>(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "num_blocks"_a, "type"_a = "bf16")
+        .def("shared_with", [](const Pages& p, int num_layers, int num_kv_heads, int head_dim) {
+            return std::make_shared<Pages>(p, num_layers, num_kv_heads, head_dim);
+        }, "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "The same memory, laid out for the layers of another model.")
         .def_prop_ro("page_bytes", [](const Pages& p) { return p.layout.page_bytes; })
         .def_prop_ro("num_blocks", [](const Pages& p) { return p.num_blocks; })
         .def("fill", [](Pages& p, int block, int byte) {
