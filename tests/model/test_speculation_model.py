@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from poise import LLM, SamplingParams
@@ -131,3 +132,30 @@ def test_a_few_answers(smollm2_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_two_hundred_answers(smollm2_path: Path) -> None:
     hold(smollm2_path, 200, LENGTHS, BATCHES)
+
+
+def write_bf16(source: Path, target: Path) -> Path:
+    """The same weights as bf16 matrices, with the same metadata."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            is_array = entry.types[0] is gguf.GGUFValueType.ARRAY
+            items = entry.types[-1] if is_array else None
+            writer.add_key_value(name, entry.contents(), entry.types[0], items)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        types = gguf.GGMLQuantizationType
+        chosen = types.BF16 if values.ndim == 2 else types.F32
+        data = gguf.quants.quantize(values, chosen)
+        writer.add_tensor(tensor.name, data, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_answers_of_bf16_weights(smollm2_path: Path, tmp_path: Path) -> None:
+    hold(write_bf16(smollm2_path, tmp_path / "bf16.gguf"), 40, (1, 3, 6), (1, 5))

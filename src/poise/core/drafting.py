@@ -113,8 +113,8 @@ class Drafting:
         """What the request asked for, within the answer's end, the context, the step's tokens and the pages."""
         speculation = request.sampling.speculation
         assert speculation is not None
-        if request.needs_prompt_logprobs or self._running.kv_cache.has_sharers_in_step(request):
-            return 0  # a draft may spoil what another request takes from this step
+        if self._running.kv_cache.has_sharers_in_step(request) or _scores_prompt(request):
+            return 0  # a draft may spoil what others take from this step, and the prompt's log-probabilities
         num_wanted = min(
             request.max_tokens - request.num_output_tokens,
             self._limits.max_model_len - request.num_tokens,
@@ -148,3 +148,9 @@ class Drafting:
         self._running.return_draft_pages(request)
         self.counters.add(num_drafts, num_accepted)
         self.drafter.observe(request, num_drafts, num_accepted)
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Whether rows of this step report prompt tokens, to the reader or, after a preemption, once more to nobody."""
+    is_scored = request.sampling.params.prompt_logprobs is not None
+    return is_scored and request.num_computed_tokens < request.num_prompt_tokens - 1

@@ -86,6 +86,20 @@ def test_a_prompt_that_is_not_yet_computed_drafts_nothing() -> None:
                 assert item.num_drafts == 0  # its prompt's logprobs are not told yet
 
 
+def test_a_prompt_that_is_scored_again_drafts_nothing() -> None:
+    harness = Harness(caching=False)
+    request = harness.add([1, 2, 3, 4], max_tokens=20, speculation=drafts(4), prompt_logprobs=0)
+    harness.step()
+    assert not request.needs_prompt_logprobs
+    harness.executor.fail_next = True
+    harness.step()
+    again, later = harness.step(), harness.step()
+    assert (again.scheduled[0].start, again.scheduled[0].num_drafts) == (0, 0)
+    assert later.scheduled[0].num_drafts > 0
+    harness.drain()
+    assert_answer(harness, request)
+
+
 def test_drafts_preempt_nobody_and_evict_nothing() -> None:
     """Ten pages: three of cached content, seven that two answers fill to the last. Without drafts none is evicted."""
     for speculation in (None, drafts(6)):
