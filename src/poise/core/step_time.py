@@ -27,7 +27,10 @@ NUM_ERRORS: Final = 256
 MOST_COUNTED_ROWS: Final = (
     40  # steps of up to so many rows, no prompt among them, are known by their number too
 )
-LEAST_COUNTED: Final = 3
+LEAST_COUNTED, COUNTED_WINDOW = (
+    3,
+    7,
+)  # few, so that what was seen beside a foreign load is soon forgotten
 
 
 class StepShape(NamedTuple):
@@ -220,7 +223,7 @@ class StepTimeModel:
         self.errors.append(ratio - 1)
         self.num_observed += 1
         if kind == "decode" and shape.num_tokens <= MOST_COUNTED_ROWS:
-            counted = self._counted.setdefault(shape.num_tokens, deque(maxlen=WINDOW))
+            counted = self._counted.setdefault(shape.num_tokens, deque(maxlen=COUNTED_WINDOW))
             counted.append(seconds / modelled)
             if len(counted) >= LEAST_COUNTED:
                 self._counted_medians[shape.num_tokens] = sorted(counted)[len(counted) // 2]
