@@ -57,8 +57,8 @@ class Case:
     num_repeats: int = 6
 
 
-LOOKUP = {"method": "suffix", "num_speculative_tokens": 8, "prompt_lookup_min": 2}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2}
+LOOKUP = {"method": "suffix", "num_speculative_tokens": 7, "prompt_lookup_min": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2}
 FIXED = {**NGRAM, "num_speculative_tokens": 4, "adaptive": False}
 SELF = {"method": "self", "num_speculative_tokens": 4}
 SELF_FLAGS = ("--spec-method", "self")

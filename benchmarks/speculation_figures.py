@@ -17,7 +17,7 @@ matplotlib.rcParams["svg.hashsalt"] = "poise"  # the same record gives the same 
 from matplotlib import pyplot  # noqa: E402
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-LABELS = {"fixed": "4 drafts, fixed", "controller": "up to 8, by the controller"}
+LABELS = {"fixed": "4 drafts, fixed", "controller": "up to 7, by the controller"}
 
 
 def main() -> int:

@@ -24,6 +24,13 @@ Fit = Mapping[StepKind, Mapping[int, float]]
 WINDOW: Final = 31  # steps of a kind and size that its correction is the median of
 NUM_VOTES_OF_A_FIT: Final = 3  # an earlier run's correction counts as so many steps of this one
 NUM_ERRORS: Final = 256
+MOST_COUNTED_ROWS: Final = (
+    40  # steps of up to so many rows, no prompt among them, are known by their number too
+)
+LEAST_COUNTED, COUNTED_WINDOW = (
+    3,
+    7,
+)  # few, so that what was seen beside a foreign load is soon forgotten
 
 
 class StepShape(NamedTuple):
@@ -101,6 +108,8 @@ class StepTimeModel:
         self._medians: dict[StepKind, list[tuple[int, float]]] = {
             kind: sorted((fit or {}).get(kind, {}).items()) for kind in KINDS
         }
+        self._counted: dict[int, deque[float]] = {}  # ratios by number of rows
+        self._counted_medians: dict[int, float] = {}
         self.errors: deque[float] = deque(maxlen=NUM_ERRORS)
         self.num_observed = 0
 
@@ -163,6 +172,12 @@ class StepTimeModel:
         return self._cost.seconds(shape) * self._correction(shape.kind, shape.num_tokens)
 
     def _correction(self, kind: StepKind, num_tokens: int) -> float:
+        if (
+            kind == "decode"
+        ):  # kernels work in tiles: the ninth row may cost more than the eight before
+            counted = self._counted_medians.get(num_tokens)
+            if counted is not None:
+                return counted
         medians = self._medians[kind]
         if not medians:
             other = self._medians["prefill" if kind == "decode" else "decode"]
@@ -207,6 +222,11 @@ class StepTimeModel:
         ratio = seconds / (modelled * self._correction(kind, shape.num_tokens))
         self.errors.append(ratio - 1)
         self.num_observed += 1
+        if kind == "decode" and shape.num_tokens <= MOST_COUNTED_ROWS:
+            counted = self._counted.setdefault(shape.num_tokens, deque(maxlen=COUNTED_WINDOW))
+            counted.append(seconds / modelled)
+            if len(counted) >= LEAST_COUNTED:
+                self._counted_medians[shape.num_tokens] = sorted(counted)[len(counted) // 2]
         size = (shape.num_tokens - 1).bit_length()
         ratios = self._ratios[kind].get(size)
         if ratios is None:

@@ -20,11 +20,11 @@ from poise.spec_decode.drafter import Candidate
 
 DECAY: Final = 0.95  # of a request's counts, per step of its own with drafts
 COMMON_DECAY: Final = 0.995
-PRIOR_WEIGHT: Final = 2.0  # steps that the prior counts as
+PRIOR_WEIGHT: Final = 1.0  # steps that the prior counts as
 FIRST_GUESS: Final = 0.6  # share accepted, where nothing was drafted yet
-FIRST_PROBE: Final = 16  # steps without drafts before a probe; each probe in vain doubles the wait
-LAST_PROBE: Final = 256
 PROBE_DRAFTS: Final = 2
+LEAST_WAIT: Final = 16  # steps of a request without drafts between two probes
+PROBE_SHARE: Final = 0.01  # of all time that probes may be expected to lose
 
 
 class StepTimes(Protocol):
@@ -56,11 +56,10 @@ class Counts:
 
 @dataclass(slots=True)
 class Record:
-    """What one request's drafts came to, by place; and since when it has none."""
+    """What one request's drafts came to, by place; and for how many steps it has had none (None: it never had any)."""
 
     places: list[Counts] = field(default_factory=list)
-    num_steps_off: int = 0
-    probe_after: int = FIRST_PROBE
+    num_steps_off: int | None = None
 
     def survivals(self, most: int, prior: float) -> list[float]:
         """S_0 … S_(most − 1). A place that was never tried is taken to be like the one before."""
@@ -78,8 +77,6 @@ class Record:
         self.places += [Counts() for _ in range(num_tried - len(self.places))]
         for place in range(num_tried):
             self.places[place].add(place < num_accepted, DECAY)
-        if num_accepted:
-            self.probe_after = FIRST_PROBE
 
 
 @dataclass(slots=True)
@@ -115,8 +112,18 @@ class DraftLengthController:
         """0 … most for each candidate. `shape` is the step without any of their drafts."""
         survivals = [self._survivals(candidate) for candidate in candidates]
         lengths = best_lengths(candidates, survivals, shape, step_time, self._draft_seconds)
+        probed = self._due(candidates, lengths)
+        if probed is not None:
+            seconds = Seconds(candidates, shape, step_time, self._draft_seconds)
+            trial = list(lengths)
+            trial[probed] = min(PROBE_DRAFTS, candidates[probed].most)
+            loss = seconds.loss(lengths, trial, survivals) * len(candidates)
+            waited = self._records[candidates[probed].request_id].num_steps_off
+            if waited is None or waited * PROBE_SHARE >= loss:
+                lengths = trial
         for i, candidate in enumerate(candidates):
-            lengths[i] = self._or_probe(candidate, lengths[i])
+            record = self._records[candidate.request_id]
+            record.num_steps_off = 0 if lengths[i] else (record.num_steps_off or 0) + 1
             if lengths[i]:
                 self._pending[candidate.request_id] = (
                     survivals[i],
@@ -129,18 +136,17 @@ class DraftLengthController:
         common = self._common[candidate.is_drafted_by_executor]
         return record.survivals(candidate.most, common.share(FIRST_GUESS))
 
-    def _or_probe(self, candidate: Candidate, length: int) -> int:
-        """The length, or a short probe where there were no drafts for long."""
-        record = self._records[candidate.request_id]
-        if length:
-            record.num_steps_off = 0
-            return length
-        record.num_steps_off += 1
-        if record.num_steps_off < record.probe_after:
-            return 0
-        record.num_steps_off = 0
-        record.probe_after = min(2 * record.probe_after, LAST_PROBE)
-        return min(PROBE_DRAFTS, candidate.most)
+    def _due(self, candidates: Sequence[Candidate], lengths: Sequence[int]) -> int | None:
+        """Who might be probed in this step: one who never had drafts, else the one who has been without for longest."""
+        longest, due = LEAST_WAIT - 1, None
+        for i, candidate in enumerate(candidates):
+            if lengths[i] == 0:
+                waited = self._records[candidate.request_id].num_steps_off
+                if waited is None:
+                    return i
+                if waited > longest:
+                    longest, due = waited, i
+        return due
 
     # --- learning ---------------------------------------------------------------------------------
 
@@ -225,6 +231,23 @@ class Seconds:
             shape.num_keys + self._step_time.keys(position, 1),
             shape.num_sampled + 1,
         )
+
+    def loss(
+        self, lengths: Sequence[int], trial: Sequence[int], survivals: Sequence[Sequence[float]]
+    ) -> float:
+        """What a step with `trial` takes longer than its expected tokens are worth at the pace of `lengths`, over the
+        step with `lengths`; at least 0. Both are for the step without any drafts, which this becomes.
+        """
+        expected, taken = [], []
+        for chosen in (lengths, trial):
+            seconds = Seconds(self._candidates, self._shape, self._step_time, self._draft_seconds)
+            for i, length in enumerate(chosen):
+                for place in range(1, length + 1):
+                    seconds.add_row(i, place)
+            taken.append(seconds.of(chosen))
+            gained = sum(sum(s[:n]) for s, n in zip(survivals, chosen, strict=True))
+            expected.append(max(self._shape.num_sampled, 1) + gained)
+        return max(0.0, taken[1] / taken[0] - expected[1] / expected[0])
 
     def of(self, lengths: Sequence[int]) -> float:
         seconds = self._step_time.predict(self._shape) - self._of_prompts

@@ -65,6 +65,19 @@ def test_disturbed_steps_move_no_prediction() -> None:
     assert model.predict(shape(8, 0)) == pytest.approx(COST.seconds(shape(8, 0)))
 
 
+def test_a_row_that_begins_a_tile_is_known_to_cost_more() -> None:
+    model = StepTimeModel(COST)
+
+    def truth(rows: int) -> float:
+        return COST.seconds(shape(rows, 0)) * (1.0 if rows <= 8 else 1.7)
+
+    for _ in range(5):
+        for rows in (7, 8, 9, 16):
+            model.observe(shape(rows, 0), truth(rows))
+    for rows in (7, 8, 9, 16):
+        assert model.predict(shape(rows, 0)) == pytest.approx(truth(rows))
+
+
 def test_a_fit_is_where_the_next_run_starts_and_no_single_step_undoes_it() -> None:
     first = StepTimeModel(COST)
     assert not first.is_fitted

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from poise.core.output import KVGroupSpec
 from poise.core.step_time import StepCost, StepShape, StepTimeModel
 from poise.spec_decode.controller import (
-    FIRST_PROBE,
-    LAST_PROBE,
+    LEAST_WAIT,
     PROBE_DRAFTS,
+    PROBE_SHARE,
     DraftLengthController,
     Record,
     best_lengths,
@@ -150,20 +150,45 @@ def test_good_drafts_get_all_and_useless_ones_a_probe_now_and_then() -> None:
     lengths = play(DraftLengthController(), [0.0] * 4, CHEAP, 2000)
     late = lengths[1000:]
     assert set(late) == {0, PROBE_DRAFTS}
-    assert 0 < late.count(PROBE_DRAFTS) <= 1000 // LAST_PROBE + 1
+    assert 0 < late.count(PROBE_DRAFTS) <= 1000 // LEAST_WAIT
 
 
 def test_a_text_that_begins_to_repeat_is_noticed() -> None:
     controller = DraftLengthController()
     play(controller, [0.0] * 4, CHEAP, 2000)
-    assert play(controller, [1.0] * 4, CHEAP, 2 * LAST_PROBE)[-20:] == [4] * 20
+    assert play(controller, [1.0] * 4, CHEAP, 200)[-20:] == [4] * 20
 
 
-def test_the_first_probe_comes_soon() -> None:
-    controller = DraftLengthController()
-    lengths = play(controller, [0.0] * 4, DEAR, FIRST_PROBE + 1)
-    assert lengths[: FIRST_PROBE - 1] == [0] * (FIRST_PROBE - 1)
-    assert lengths[FIRST_PROBE - 1] == PROBE_DRAFTS
+def test_a_request_is_probed_at_its_first_chance_and_then_seldom() -> None:
+    lengths = play(DraftLengthController(), [0.0] * 4, DEAR, 500)
+    assert lengths[0] == PROBE_DRAFTS
+    loss = DEAR.predict(StepShape(3)) / DEAR.predict(StepShape(1)) - 1
+    assert lengths[1:].count(PROBE_DRAFTS) <= 500 * PROBE_SHARE / (0.5 * loss)
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 32])
+@pytest.mark.parametrize("accepts", [[0.0, 0.0], [0.25, 0.5]])
+def test_probing_costs_hardly_anything(num_requests: int, accepts: list[float]) -> None:
+    """Time per token, with drafts that never pay, over that without, after the first chance of each request."""
+    controller, toss = DraftLengthController(), random.Random(2)
+    times = Stairs(0.5, 0.5, 1, 0.0)
+    candidates = [Candidate(i, 10, 2, False) for i in range(num_requests)]
+    shape = StepShape(num_requests, 0, 0, num_requests)
+    seconds = tokens = 0.0
+    for step in range(1500):
+        lengths = controller.choose(candidates, shape, times)
+        if step >= 500:
+            seconds += times.predict(StepShape(num_requests + sum(lengths)))
+            tokens += num_requests
+        for i, length in enumerate(lengths):
+            accepted = 0
+            while accepted < length and toss.random() < accepts[accepted]:
+                accepted += 1
+            tokens += accepted if step >= 500 else 0
+            if length:
+                controller.observe(i, length, accepted)
+    plain = times.predict(shape) / num_requests
+    assert seconds / tokens < 1.03 * plain
 
 
 def test_the_length_stops_where_survival_falls() -> None:
@@ -195,9 +220,11 @@ def test_a_newcomer_begins_with_what_others_came_to() -> None:
     controller = DraftLengthController()
     play(controller, [0.0] * 4, CHEAP, 1500)
     controller.forget(7)
-    times = Stairs(1, 0.2, 1, 0.0)
-    assert controller.choose([Candidate(8, 10, 4, False)], ALONE, times) == [0]
-    assert DraftLengthController().choose([Candidate(8, 10, 4, False)], ALONE, times) != [0]
+    newcomer = [Candidate(8, 10, 4, False)]
+    assert controller.choose(newcomer, ALONE, CHEAP) == [PROBE_DRAFTS]
+    controller.observe(8, PROBE_DRAFTS, 0)
+    assert controller.choose(newcomer, ALONE, CHEAP) == [0]
+    assert DraftLengthController().choose(newcomer, ALONE, CHEAP) == [4]
 
 
 def test_a_forgotten_request_leaves_nothing() -> None:
