@@ -65,13 +65,19 @@ SELF_FLAGS = ("--spec-method", "self")
 BATCHES = (1, 2, 4, 8, 16, 32)
 
 PARTS: dict[str, list[Case]] = {
-    "random": [
-        Case(
-            f"random text, batch {batch}, {method['method']}", "random", batch, method, num_tokens=n
-        )
-        for batch, n in ((1, 96), (32, 24))
-        for method in (NGRAM, LOOKUP)
-    ],
+    **{
+        f"random-{batch}": [
+            Case(
+                f"random text, batch {batch}, {method['method']}",
+                "random",
+                batch,
+                method,
+                num_tokens=num_tokens,
+            )
+            for method in (NGRAM, LOOKUP)
+        ]
+        for batch, num_tokens in ((1, 96), (32, 16))
+    },
     "repeats": [
         Case(f"repeats, batch 1, {method['method']}", "repeats", 1, method)
         for method in (NGRAM, LOOKUP)
@@ -238,7 +244,7 @@ def predictions() -> dict[str, Any]:
         controller = DraftLengthController()
         scheduler._drafting.drafter = SpeculativeDrafter(controller)
         for pair in range(12):
-            case = PARTS["repeats" if pair % 2 else "random"][0]
+            case = PARTS["repeats" if pair % 2 else "random-1"][0]
             params = SamplingParams(
                 temperature=0, max_tokens=96, ignore_eos=True, speculative=case.speculative
             )
@@ -267,6 +273,8 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--into", type=Path, help="an earlier record that the parts join")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(PARTS)
     if unknown:
@@ -278,12 +286,14 @@ def main() -> int:
         "cpu": cpu_model(),
         "parts": {},
     }
+    if arguments.into is not None:
+        record = json.loads(arguments.into.read_text())
     for part in arguments.parts or PARTS:
-        record["parts"][part] = (
-            run_part(PARTS[part], arguments.pairs) if PARTS[part] else predictions()
-        )
+        cases = [case for case in PARTS[part] if arguments.only in case.name]
+        found = run_part(cases, arguments.pairs) if PARTS[part] else predictions()
+        record["parts"].setdefault(part, {}).update(found)
     arguments.records.mkdir(parents=True, exist_ok=True)
-    path = arguments.records / f"speculation-{now:%Y%m%d-%H%M}.json"
+    path = arguments.into or arguments.records / f"speculation-{now:%Y%m%d-%H%M}.json"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(record, file, indent=1)
     Path(file.name).replace(path)
