@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from core_harness import FULL, FULL_AND_SLIDING, OLDEST_GIVES_WAY, Harness, answer_alone
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -201,6 +200,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.update(output, result)
 
     @precondition(lambda self: self.harness.scheduler.running)
+    @rule(which=st.integers(0, 1000))
+    def spoilt_by_drafts(self, which: int) -> None:
+        """One step in which a request's drafts break its rows, if it has any."""
+        running = self.harness.scheduler.running
+        request = running[which % len(running)]
+        output = self.harness.schedule()
+        if any(i.request_id == request.request_id and i.num_drafts for i in output.scheduled):
+            self.harness.executor.broken.add(request.request_id)
+        result = self.harness.executor.execute(output)
+        self.harness.executor.broken.clear()
+        self.harness.update(output, result)
+
+    @precondition(lambda self: self.harness.scheduler.running)
     @rule()
     def failing_step(self) -> None:
         self.harness.executor.fail_next = True
@@ -233,30 +245,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert [entry.token_id for entry in outcome.prompt_logprobs] == prompt[1:]
 
 
-class SpoiltDraftsMachine(SchedulerMachine):
-    """Also with drafts that break the rows before them."""
-
-    @precondition(lambda self: self.harness.scheduler.running)
-    @rule(which=st.integers(0, 1000))
-    def spoilt_by_drafts(self, which: int) -> None:
-        """One step in which a request's drafts break its rows, if it has any."""
-        running = self.harness.scheduler.running
-        request = running[which % len(running)]
-        output = self.harness.schedule()
-        if any(i.request_id == request.request_id and i.num_drafts for i in output.scheduled):
-            self.harness.executor.broken.add(request.request_id)
-        result = self.harness.executor.execute(output)
-        self.harness.executor.broken.clear()
-        self.harness.update(output, result)
-
-
-MACHINE_SETTINGS = settings(
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
     max_examples=60,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = MACHINE_SETTINGS
-TestSpoiltDrafts = pytest.mark.slow(SpoiltDraftsMachine.TestCase)
-TestSpoiltDrafts.settings = MACHINE_SETTINGS
