@@ -21,7 +21,8 @@ LEAST_PREFILL: Final = 4
 class StepBudget:
     """What is left of a step's tokens while it is being built.
 
-    `num_left` is the total; what prompts may take is worked out when the first one asks.
+    `num_left` is the total; what prompts may take is worked out when the first one asks. `_owed` is the oldest
+    request if it has a prompt to compute and no rows yet: one token is kept for it.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class StepBudget:
         self._step_time = step_time
         self._claims = claims
         self._prefill_left: int | None = None
+        self._owed = running[0] if running and _is_prefilling(running[0]) else None
         self.num_left = limits.max_num_batched_tokens
 
     def for_prefill(self, request: Request, *, is_shared: bool) -> int:
@@ -51,8 +53,10 @@ class StepBudget:
         threshold = self._limits.long_prefill_token_threshold
         if threshold and is_shared:
             most = min(most, threshold)
-        if most <= 0 and self._running and request is self._running[0]:
-            most = min(1, self._prefill_left)
+        if request is self._owed:
+            most = max(most, min(1, self._prefill_left))
+        elif self._owed is not None:
+            most = min(most, self._prefill_left - 1)
         return max(0, most)
 
     def _prefill_limit(self, request: Request) -> int:
@@ -70,6 +74,8 @@ class StepBudget:
 
     def spend(self, request: Request, num_tokens: int, is_prefill: bool) -> None:
         self.num_left -= num_tokens
+        if request is self._owed:
+            self._owed = None
         if is_prefill:
             assert self._prefill_left is not None
             self._prefill_left -= num_tokens
@@ -84,3 +90,7 @@ class StepBudget:
     @property
     def num_spent(self) -> int:
         return self._limits.max_num_batched_tokens - self.num_left
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.num_tokens - request.num_computed_tokens > 1

@@ -82,6 +82,28 @@ def test_reserved_tokens_reach_a_prompt_behind_a_longer_one() -> None:
     assert_answers([heavy, light])
 
 
+def test_the_oldest_prompt_gets_a_row_beside_decodes_and_reservations() -> None:
+    a = Tenant("a", reserved=Share(sequences=0.5))
+    b = Tenant("b", reserved=Share(0.2, 0.5, 0.5))
+    table = TenantTable({"a": a, "b": b}, {"batch": Share(0.1, 0.1, 0.2)})
+    harness = Harness(
+        num_blocks=64, block_size=1, max_num_seqs=5, max_num_batched_tokens=5, tenants=table
+    )
+    requests = [
+        harness.add(prompt, max_tokens, owner=RequestOwner(tenant, service_class))  # type: ignore[arg-type]
+        for prompt, max_tokens, tenant, service_class in (
+            ([1, 0, 0, 0], 1, "a", "interactive"),
+            ([1], 2, "a", "interactive"),
+            ([1], 1, "a", "interactive"),
+            ([1], 2, "b", "interactive"),
+            ([1], 1, "a", "interactive"),
+            ([3, 0, 0], 1, "a", "batch"),
+        )
+    ]
+    harness.drain()  # asserts it of every step
+    assert_answers(requests)
+
+
 def test_reserved_tokens_are_lent_while_nobody_wants_them() -> None:
     harness = Harness(max_num_batched_tokens=20, tenants=reserved(sequences=0.5, tokens=0.4))
     harness.add([1] * 200, max_tokens=1, owner=HEAVY)
