@@ -174,10 +174,11 @@ class LLM:
         return list(self._engine.metrics.collect())
 
     def reset_prefix_cache(self) -> bool:
-        """Makes the next prompts cold: nothing computed so far will be a hit. Always True: it can't fail."""
+        """Makes the next prompts cold: nothing computed so far will be a hit. Waits for a call that runs; False if the
+        engine is serving others.
+        """
         with self._lock:
-            self._engine.reset_prefix_cache()
-        return True
+            return self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Frees the model; the LLM can't be used afterwards."""

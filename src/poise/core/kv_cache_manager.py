@@ -351,7 +351,7 @@ class KVCacheManager:
             self._forget(table)
 
     def reset_prefix_cache(self) -> None:
-        """Between steps: nothing computed so far can be found any more; who holds pages keeps them."""
+        """While nobody holds pages: nothing computed so far can be found any more."""
         if self._cache is not None:
             self._forget(self._cache.blocks())
 

@@ -104,10 +104,14 @@ class Scheduler:
         self.served.set_tenants(tenants)
         self._kv_cache.set_tenants(tenants)
 
-    def reset_prefix_cache(self) -> None:
-        """Between steps: what was computed so far is no hit for anybody from now on."""
-        assert self._in_flight is None, "a step is in flight"
+    def reset_prefix_cache(self) -> bool:
+        """Makes what was computed so far no hit for anybody. False, and nothing changes, while a request runs: one
+        that computes a prompt relies on what it has computed being found by those that wait for it.
+        """
+        if self._running:
+            return False
         self._kv_cache.reset_prefix_cache()
+        return True
 
     # --- requests come and go ---------------------------------------------------------------------
 

@@ -196,9 +196,9 @@ class LLMEngine:
         """Replaces the table of tenants; raises ConfigError, and changes nothing, if it promises too much."""
         self._scheduler.set_tenants(tenants)
 
-    def reset_prefix_cache(self) -> None:
-        """Makes the next prompts cold: nothing computed so far will be a hit."""
-        self._scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self) -> bool:
+        """Makes the next prompts cold: nothing computed so far will be a hit. False if a request runs: nothing changed."""
+        return self._scheduler.reset_prefix_cache()
 
     @property
     def step_time(self) -> StepTimeModel:

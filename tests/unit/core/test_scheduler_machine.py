@@ -180,7 +180,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.harness.scheduler.reset_prefix_cache()
+        is_idle = not self.harness.scheduler.running
+        assert self.harness.scheduler.reset_prefix_cache() == is_idle
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
