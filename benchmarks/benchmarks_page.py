@@ -196,15 +196,13 @@ def workload_notes(record: dict[str, Any]) -> Iterator[str]:
 
 
 def servers_list(servers: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Commands without this machine's folders."""
+    """How each was started."""
     for name, facts in servers.items():
         if "command" not in facts:
             yield f"- {name}: ran already."
             continue
-        words = [
-            word.rsplit("/", 1)[-1] if word.startswith("/") else word for word in facts["command"]
-        ]
-        yield f"- {name}, ready after {facts['seconds_to_ready']:.1f} s: `{shlex.join(words)}`"
+        command = shlex.join(facts["command"])
+        yield f"- {name}, ready after {facts['seconds_to_ready']:.1f} s: `{command}`"
 
 
 def comparison_section(path: Path, comparison: Comparison) -> str:

@@ -87,3 +87,11 @@ def test_decisions_are_numbered_without_gaps() -> None:
 def test_no_document_speaks_of_a_place_that_readers_do_not_have() -> None:
     for document in DOCUMENTS:
         assert not re.search(r"(?<![\w.])/(work|tmp|root)/", prose(document)), document.name
+
+
+@pytest.mark.parametrize(
+    "record", sorted((ROOT / "docs" / "records").glob("*.json")), ids=lambda path: str(path.name)
+)
+def test_records_name_no_folder_of_the_machine_they_were_made_on(record: Path) -> None:
+    words = re.findall(r'"(/[^"/]+/[^"]*)"', record.read_text(encoding="utf-8"))
+    assert [word for word in words if not word.startswith("/v1/")] == []

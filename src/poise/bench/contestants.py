@@ -50,7 +50,7 @@ class Contestant:
             return
         with ManagedServer(self.spec, self.values) as server:
             self.facts |= {
-                "command": server.command,
+                "command": [_without_folder(word) for word in server.command],
                 "environment": dict(self.spec.environment),
                 "seconds_to_ready": round(server.seconds_to_ready, 3),
             }
@@ -167,3 +167,8 @@ def _measure(
         report(f"A/B: {target.name} against {other.name}, {plan.num_pairs} pairs")
         schedules = plan.schedules(0, plan.num_pairs)
         uvloop.run(run_pairs(target, other, schedules, run, into=comparison.pairs, report=report))
+
+
+def _without_folder(word: str) -> str:
+    """A record says what was run, not where this machine keeps it."""
+    return word.rsplit("/", 1)[-1] if word.startswith("/") else word

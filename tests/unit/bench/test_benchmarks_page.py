@@ -56,7 +56,7 @@ def peers_record(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "provenance": {"cpu": "A Processor", "physical_cores": 2, "poise": "0.1.0"},
         "servers": {
             "poise": {
-                "command": ["/home/me/python", "serve", "/m/x.gguf"],
+                "command": ["python", "serve", "x.gguf"],
                 "seconds_to_ready": 2.25,
             },
             "peer": {},

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from poise.bench import managed_server
+from poise.bench.contestants import Contestant
 from poise.bench.managed_server import (
     ManagedServer,
     ManagedServerError,
@@ -100,6 +101,16 @@ def test_a_server_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
         assert len(pids(tmp_path)) == 1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port))
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_contestants_facts_name_no_folder_of_this_machine(tmp_path: Path) -> None:
+    found = Contestant("a", "model", spec=spec_of(tmp_path, SERVE))
+    with found.running() as target:
+        assert target.base_url.startswith("http://127.0.0.1:")
+    assert found.facts["command"][0] == Path(sys.executable).name
+    assert found.facts["seconds_to_ready"] > 0
+    assert str(tmp_path) not in found.facts["command"]
     assert_nothing_is_left(tmp_path)
 
 
