@@ -113,19 +113,6 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
         off={"spec-method": "off"},
     ),
     Optimisation(
-        name="acceptance by rejection",
-        flag="--speculative-config",
-        kind="law",
-        check="pytest tests/unit/spec_decode/test_acceptance.py",
-        experiment='benchmarks/speculation.py with "acceptance": "rejection" in its cases; compare the accepted share',
-        way_back='"acceptance": "coupled", the default',
-        state=lambda settings: _on(
-            settings.speculation.default is not None
-            and settings.speculation.default.acceptance == "rejection"
-        ),
-        off={"spec-method": "off"},
-    ),
-    Optimisation(
         name="worker threads",
         flag="--threads",
         kind="exact",

@@ -9,10 +9,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poise.config import CacheConfig
+from poise.config import CacheConfig, KVCacheDtype
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.output import KVGroupSpec
 from poise.errors import ConfigError
+from poise.kernels.ops import KVShape
 from poise.models.config import ModelConfig
 from poise.models.cost import (
     KV_FORMATS,
@@ -35,6 +36,7 @@ class KVCachePlan:
     num_blocks: int
     page_bytes: int
     max_chunk: int
+    dtype: KVCacheDtype
     reason: str
     draft: KVGroups | None = None  # of a model that drafts, in pages of the same size
 
@@ -42,6 +44,18 @@ class KVCachePlan:
     def specs(self) -> tuple[KVGroupSpec, ...]:
         """Of all groups, those of a model that drafts last."""
         return self.groups.specs + (() if self.draft is None else self.draft.specs)
+
+    def shape(self, config: ModelConfig, groups: KVGroups) -> KVShape:
+        """Of the model that these groups are of, for its backend."""
+        return KVShape(
+            groups.layers_per_page,
+            config.num_kv_heads,
+            config.head_dim,
+            self.block_size,
+            self.num_blocks,
+            groups.places,
+            self.dtype,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +121,14 @@ def plan_kv_cache(
             f"{asked} bytes of KV cache hold no page of {page_bytes} bytes; give --kv-cache-memory-bytes more"
         )
     return KVCachePlan(
-        groups, cache.block_size, num_blocks, page_bytes, max_chunk, reason, drafting
+        groups,
+        cache.block_size,
+        num_blocks,
+        page_bytes,
+        max_chunk,
+        cache.kv_dtype,
+        reason,
+        drafting,
     )
 
 

@@ -27,7 +27,6 @@ from poise.executor.model_runner import ModelRunner
 from poise.executor.step_cost import step_cost
 from poise.executor.stored_rates import StoredRates, stored_rates
 from poise.kernels.cpu.backend import CPUBackend
-from poise.kernels.ops import KVShape
 from poise.machine import available_memory_bytes, default_threads
 from poise.models.config import ModelConfig
 from poise.models.families import family
@@ -129,15 +128,7 @@ def load_executor(
         available_memory_bytes(),
         None if draft is None or isinstance(draft, FourBitCheckpoint) else draft.config,
     )
-    shape = KVShape(
-        kv_cache.groups.layers_per_page,
-        config.num_kv_heads,
-        config.head_dim,
-        cache.block_size,
-        kv_cache.num_blocks,
-        kv_cache.groups.places,
-        cache.kv_dtype,
-    )
+    shape = kv_cache.shape(config, kv_cache.groups)
     threads = compute.threads or default_threads()
     backend = CPUBackend(
         shape,

@@ -14,8 +14,6 @@ from poise.executor.model_draft import ModelDrafter
 from poise.executor.step_cost import step_cost
 from poise.executor.stored_rates import StoredRates
 from poise.kernels.cpu.backend import CPUBackend
-from poise.kernels.ops import KVShape
-from poise.models.config import ModelConfig
 from poise.models.families import family
 from poise.models.weights import Source
 from poise.tokenizer.tokenizer import Tokenizer
@@ -33,10 +31,9 @@ def load_drafter(
 ) -> ModelDrafter:
     """Records the plan of `draft`, over KV groups of its own where the cache has some. Raises ModelFileError."""
     config, threads = draft.config, target.pool.threads
-    has_own_kv = kv_cache.draft is not None
-    shape = _shape(kv_cache, config, target.pages.num_blocks) if has_own_kv else target.kv
-    pages = target.pages
-    if has_own_kv:
+    shape, pages = target.kv, target.pages
+    if kv_cache.draft is not None:
+        shape = kv_cache.shape(config, kv_cache.draft)
         pages = pages.shared_with(shape.num_layers, shape.num_kv_heads, shape.head_dim)
     backend = CPUBackend(
         shape,
@@ -49,20 +46,7 @@ def load_drafter(
     )
     family(config.architecture)(backend, config, Source(backend, draft))
     times = StepTimeModel(step_cost(config, backend.arena.used_bytes, threads, rates))
-    return ModelDrafter(backend, batch, times, has_own_kv=has_own_kv)
-
-
-def _shape(kv_cache: KVCachePlan, config: ModelConfig, num_blocks: int) -> KVShape:
-    groups = kv_cache.draft
-    assert groups is not None
-    return KVShape(
-        groups.layers_per_page,
-        config.num_kv_heads,
-        config.head_dim,
-        kv_cache.block_size,
-        num_blocks,
-        groups.places,
-    )
+    return ModelDrafter(backend, batch, times, has_own_kv=kv_cache.draft is not None)
 
 
 def check_vocabulary(target: Tokenizer, draft: Checkpoint, vocab_size: int) -> None:

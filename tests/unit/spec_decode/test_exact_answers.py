@@ -136,12 +136,7 @@ def knowing(llm: LLM, answers: list[Any]) -> KnowingDrafter:
 def test_answers_are_the_same_bytes(roomy: tuple[LLM, dict[str, Any]], k: int) -> None:
     llm, options = roomy
     expected = generate(llm)
-    small = {
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 6 + 3 * k,
-        "max_model_len": 96,
-        "kv_cache_memory_bytes": 6 * llm_page_bytes(llm) * len(kv_groups(llm)),
-    }
+    small = cramped_limits(llm, k)
     speculative = {"method": "ngram", "num_speculative_tokens": k, "adaptive": False}
     with LLM(**options, **small) as cramped:
         drafter = knowing(cramped, expected)
@@ -166,12 +161,7 @@ def test_answers_are_the_same_bytes_where_the_model_drafts_itself(
 ) -> None:
     llm, options = roomy
     expected = generate(llm)
-    small = {
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 6 + 3 * k,
-        "max_model_len": 96,
-        "kv_cache_memory_bytes": 6 * llm_page_bytes(llm) * len(kv_groups(llm)),
-    }
+    small = cramped_limits(llm, k)
     speculative = {"method": "self", "num_speculative_tokens": k, "adaptive": False}
     with LLM(**options, **small, speculative_config={"method": "self"}) as cramped:
         assert generate(cramped, speculative) == expected
@@ -203,14 +193,7 @@ def test_answers_are_the_same_bytes_where_a_model_drafts(
         counters = drafted._engine._scheduler.draft_counters
         share = counters.num_accepted_tokens / counters.num_draft_tokens
         assert share > 0.93 if draft == "itself" else share < 0.5  # past a stop all are wrong
-        num_groups = len(kv_groups(drafted))
-        page_bytes = llm_page_bytes(drafted)
-    small = {
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 6 + 3 * k,
-        "max_model_len": 96,
-        "kv_cache_memory_bytes": 6 * page_bytes * num_groups,
-    }
+        small = cramped_limits(drafted, k)
     with LLM(**options, **drafting, **small) as cramped:
         assert generate(cramped, speculative) == expected
         assert cramped._engine._scheduler.stats().counters.num_preemptions > 0
@@ -228,6 +211,16 @@ def test_a_draft_of_another_vocabulary_is_refused(folder: Path) -> None:
     write_gguf(other, model, "Q8_0", metadata={"tokenizer.ggml.tokens": swapped}.items())
     with pytest.raises(ConfigError, match="another vocabulary: token 50 is"):
         LLM(str(path), speculative_config={"method": "draft_model", "model": str(other)})
+
+
+def cramped_limits(llm: LLM, k: int) -> dict[str, Any]:
+    """Prompts are cut, and there are pages for some of the requests only."""
+    return {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 6 + 3 * k,
+        "max_model_len": 96,
+        "kv_cache_memory_bytes": 6 * llm_page_bytes(llm) * len(kv_groups(llm)),
+    }
 
 
 def kv_groups(llm: LLM) -> Sequence[Any]:
