@@ -16,6 +16,13 @@ from poise.weights.checkpoint import RawTensor
 from tiny_models import SCALE_OFFSETS, encode_floats, random_blocks
 
 ISAS = available_isas()
+# Each instruction set, and each use of its instruction for pairs of bf16 that this CPU allows: "avx512, nowhere".
+DOT_USES = [
+    f"{isa}, {use}"
+    for isa in ISAS
+    for use in ("nowhere", "in products", "everywhere")
+    if native.choose_dot_bf16(isa, use) == use
+]
 THREADS = (1, 2, 3)
 INTEGER_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FLOAT_TYPES = ("BF16", "F16", "F32")
@@ -38,6 +45,9 @@ def pool(threads: int):
 def backend(
     isa: str, threads: int, kv: KVShape = NO_KV, max_rows: int = MAX_ROWS, activations="int8"
 ) -> CPUBackend:
+    """One of ISAS, or of DOT_USES; which use is in force, the latest backend says."""
+    isa, _, use = isa.partition(", ")
+    native.choose_dot_bf16(isa, use or "where faster")
     return CPUBackend(
         kv,
         max_rows=max_rows,

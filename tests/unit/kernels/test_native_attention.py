@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from native_ops import (
-    ISAS,
+    DOT_USES,
     KV_DTYPES,
     THREADS,
     VALUE_TYPES,
@@ -25,7 +25,7 @@ from poise.kernels.ops import KVShape, RopeTable, Step
 from poise.kernels.reference import ReferenceBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-every_isa = pytest.mark.parametrize("isa", ISAS)
+every_isa = pytest.mark.parametrize("isa", DOT_USES)
 every_dtype = pytest.mark.parametrize("dtype", KV_DTYPES)
 POISON = 0xFF
 

@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 from native_ops import (
+    DOT_USES,
     FLOAT_TYPES,
-    ISAS,
     MAX_ROWS,
     NO_KV,
     PRODUCTS,
@@ -38,7 +38,7 @@ every_row_count = pytest.mark.parametrize(
 )
 every_type = pytest.mark.parametrize("type_name", TYPES)
 every_product = pytest.mark.parametrize(("type_name", "activations"), PRODUCTS)
-every_isa = pytest.mark.parametrize("isa", ISAS)
+every_isa = pytest.mark.parametrize("isa", DOT_USES)
 
 
 def shapes(type_name):

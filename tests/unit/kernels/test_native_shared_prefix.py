@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from native_ops import ISAS, THREADS, assert_same_bits, backend, encode_pages
+from native_ops import DOT_USES, THREADS, assert_same_bits, backend, encode_pages
 from test_native_attention import (
     AttentionCase,
     as_float,
@@ -21,7 +21,7 @@ from test_native_attention import (
 from poise.kernels.ops import SPLIT, KVShape
 from poise.kernels.reference import ReferenceBackend
 
-every_isa = pytest.mark.parametrize("isa", ISAS)
+every_isa = pytest.mark.parametrize("isa", DOT_USES)
 MAX_UNITS = 48  # query heads × rows that an item holds
 
 

@@ -270,7 +270,7 @@ template <class Pair> void run_item_of(const AttentionParams& params, const Atte
 }  // namespace
 
 void attend(const AttentionParams& params, const AttentionItem& item, float* scratch) {
-    if (use_dot_bf16) run_item_of<uint32_t>(params, item, scratch);
+    if (dot_bf16_in_attention) run_item_of<uint32_t>(params, item, scratch);
     else run_item_of<FloatPair>(params, item, scratch);
 }
 
@@ -300,9 +300,9 @@ void fold_partials(const AttentionParams& params, const AttentionFold& fold_of) 
 
 namespace {
 
-// Compares vdpbf16ps with the two-fma form on pseudo-random lanes; bits must agree for the instruction to be used.
-bool check_dot_bf16() {
 #if defined(POISE_AVX512)
+// Compares vdpbf16ps with the two-fma form on pseudo-random lanes; bits must agree for the instruction to be used.
+bool dot_bf16_is_exact() {
     uint64_t state = 0x9e3779b97f4a7c15ull;
     const auto next = [&]() -> uint32_t {
         state = state * 6364136223846793005ull + 1442695040888963407ull;
@@ -325,16 +325,44 @@ bool check_dot_bf16() {
         if (memcmp(x, y, 64)) return false;
     }
     return true;
-#else
-    return false;
-#endif
 }
+
+// Clock ticks of products of one kind of pair, the least of some tries.
+template <class Pair> uint64_t ticks_of(const Pair* pair) {
+    constexpr int CHAINS = 12;
+    alignas(64) const uint16_t weights[32] = {};
+    Pairs w = load_pairs(weights);
+    asm volatile("" : "+v"(w.v));  // else products with zeros are folded
+    uint64_t least = ~0ull;
+    for (int attempt = 0; attempt < 8; attempt++) {
+        F32 acc[CHAINS];
+        unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = zero(); });
+        const uint64_t begin = __rdtsc();
+        for (int round = 0; round < 500; round++) unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = dot_pair(acc[i], w, pair); });
+        unrolled<CHAINS>([&](auto i) POISE_INLINE { asm volatile("" : : "v"(acc[i].v)); });
+        const uint64_t ticks = __rdtsc() - begin;
+        if (ticks < least) least = ticks;
+    }
+    return least;
+}
+#endif
 
 }  // namespace
 
-bool dot_bf16_is_exact() {
-    use_dot_bf16 = check_dot_bf16();
-    return use_dot_bf16;
+// Uses vdpbf16ps at most as far as asked, nowhere if its bits are not those of two fma. Some CPUs do it at half their fma's rate: there
+// attention, whose queries are widened once for many keys, is faster without. Bits are the same either way.
+DotBF16 choose_dot_bf16(DotBF16 most) {
+    dot_bf16_in_products = dot_bf16_in_attention = false;
+#if defined(POISE_AVX512)
+    if (most == DotBF16::NOWHERE || !dot_bf16_is_exact()) return DotBF16::NOWHERE;
+    const uint32_t pair = 0;
+    const FloatPair wide = {0, 0};
+    dot_bf16_in_products = true;
+    dot_bf16_in_attention = most == DotBF16::EVERYWHERE || (most == DotBF16::WHERE_FASTER && ticks_of(&pair) <= ticks_of(&wide));
+#else
+    (void)most;
+#endif
+    return dot_bf16_in_attention ? DotBF16::EVERYWHERE : dot_bf16_in_products ? DotBF16::IN_PRODUCTS : DotBF16::NOWHERE;
 }
 
 }  // namespace POISE_NS

@@ -273,8 +273,8 @@ template <int I, int ZERO> inline Pairs pair_of(const Quads (*w)[8], Pairs*) {
 }
 #endif
 
-// Whether vdpbf16ps may be used: set once at load after the CPU was asked and the instruction checked.
-extern bool use_dot_bf16;
+// Where vdpbf16ps is used (choose_dot_bf16): in products with weights, and in attention, which can do without it at little cost.
+extern bool dot_bf16_in_products, dot_bf16_in_attention;
 
 }  // namespace POISE_NS
 }  // namespace poise

@@ -7,7 +7,7 @@
 namespace poise {
 namespace POISE_NS {
 
-bool use_dot_bf16 = false;
+bool dot_bf16_in_products = false, dot_bf16_in_attention = false;
 
 namespace {
 
@@ -318,7 +318,7 @@ template <int MR> void tile_of(const Matrix& w, int p, const uint8_t* tile, floa
         case Q5_K: return integer_tile<Q5_K, MR>(panel, w.cols, tile, out);
         case Q6_K: return integer_tile<Q6_K, MR>(panel, w.cols, tile, out);
         case BF16:
-            if (use_dot_bf16) return bf16_tile<MR, true>(panel, w.cols, tile, out);
+            if (dot_bf16_in_products) return bf16_tile<MR, true>(panel, w.cols, tile, out);
             return bf16_tile<MR, false>(panel, w.cols, tile, out);
         case F16: return float_tile<F16, MR>(panel, w.cols, tile, out);
         default: return float_tile<F32_, MR>(panel, w.cols, tile, out);
@@ -362,7 +362,7 @@ template <Format F> void dequantize(const Matrix& w, int row, float* out) {
 void gemm(const Matrix& w, int panel, const uint8_t* tile, int height, float* out) {
     if (w.form == BF16_GROUPS_FORM) {
 #if defined(POISE_AVX512)
-        if (use_dot_bf16) return bf16_groups<Pairs>(w, panel, tile, height, out);
+        if (dot_bf16_in_products) return bf16_groups<Pairs>(w, panel, tile, height, out);
 #endif
         return bf16_groups<WidePairs>(w, panel, tile, height, out);
     }

@@ -76,6 +76,9 @@ struct AttentionParams {
     float* partials;
 };
 
+// Where the instruction that multiplies pairs of bf16 is used; WHERE_FASTER is a wish, never an answer.
+enum class DotBF16 { NOWHERE, IN_PRODUCTS, EVERYWHERE, WHERE_FASTER };
+
 enum ProductKind { INT8_PRODUCTS, BF16_PRODUCTS, F32_PRODUCTS };
 
 struct KernelTable {
@@ -95,7 +98,7 @@ struct KernelTable {
     void (*attend)(const AttentionParams& params, const AttentionItem& item, float* scratch);
     void (*fold_partials)(const AttentionParams& params, const AttentionFold& fold);
     SampleRowFn sample_row;
-    bool (*dot_bf16_is_exact)();
+    DotBF16 (*choose_dot_bf16)(DotBF16 most);
     // The machine's own limits, for rooflines (probe.cpp).
     uint32_t (*probe_read)(const uint8_t* p, size_t bytes, size_t ahead);
     uint32_t (*probe_products)(ProductKind kind, int64_t rounds, const uint8_t* operands, int64_t* operations);
@@ -106,6 +109,7 @@ size_t attention_scratch_floats(int head_dim);
 
 enum class Isa { BASELINE, AVX2, AVX512 };
 const KernelTable* kernel_table(Isa isa);  // null where not built or the CPU lacks it
+DotBF16 choose_dot_bf16(Isa isa, DotBF16 most);  // NOWHERE where the CPU lacks the instruction
 
 namespace baseline { const KernelTable& table(); }
 namespace avx2 { const KernelTable& table(); }

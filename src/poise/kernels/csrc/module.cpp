@@ -29,13 +29,15 @@ constexpr const char* ISA_NAMES[] = {"baseline", "avx2", "avx512"};
 
 }  // namespace
 
-const KernelTable* table_of(const std::string& isa) {
+Isa isa_of(const std::string& name) {
     for (int i = 0; i < 3; i++)
-        if (isa == ISA_NAMES[i]) {
-            if (const KernelTable* t = kernel_table((Isa)i)) return t;
-            throw std::invalid_argument("the instruction set " + isa + " is not available here");
-        }
-    throw std::invalid_argument("unknown instruction set " + isa + ": baseline, avx2 or avx512");
+        if (name == ISA_NAMES[i]) return (Isa)i;
+    throw std::invalid_argument("unknown instruction set " + name + ": baseline, avx2 or avx512");
+}
+
+const KernelTable* table_of(const std::string& isa) {
+    if (const KernelTable* t = kernel_table(isa_of(isa))) return t;
+    throw std::invalid_argument("the instruction set " + isa + " is not available here");
 }
 
 namespace {

@@ -20,37 +20,26 @@ namespace {
 
 constexpr int CHAINS = 12;  // independent sums, so that latency does not bind
 
-#if defined(POISE_AVX512)
-constexpr int INT8_PER_STEP = 2 * 64;
-struct Int8 {
-    I32 sum[CHAINS];
-    Quads w;
-    void step(const int8_t* q) {
-        unrolled<CHAINS>([&](auto i) POISE_INLINE { sum[i] = dot4(sum[i], w, q + 4 * i); });
-    }
-};
-#elif defined(POISE_AVX2)
+// One step of a chain: a vector of weights times a vector of activations, summed as far as the widest instruction sums.
+#if defined(POISE_AVX2)
 constexpr int INT8_PER_STEP = 2 * 32;
-struct Int8 {
-    __m256i sum[CHAINS];
-    Quads w;
-    void step(const int8_t* q) {
-        unrolled<CHAINS>([&](auto i) POISE_INLINE {
-            sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(w.v, _mm256_loadu_si256((const __m256i*)q)));
-            asm("" : "+x"(sum[i]));
-        });
-    }
-};
+using Int8Sum = __m256i;
+inline Int8Sum int8_step(Int8Sum sum, Quads w, const int8_t* q) {
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w.v, _mm256_loadu_si256((const __m256i*)q)));
+    asm("" : "+x"(sum));
+    return sum;
+}
 #else
 constexpr int INT8_PER_STEP = 2 * 64;
-struct Int8 {
-    I32 sum[CHAINS];
-    Quads w;
-    void step(const int8_t* q) {
-        for (int i = 0; i < CHAINS; i++)
-            for (int n = 0; n < 64; n++) sum[i].v[n / 4] += (int32_t)w.v[n] * q[n % 32];
-    }
-};
+using Int8Sum = I32;
+inline Int8Sum int8_step(Int8Sum sum, Quads w, const int8_t* q) {
+#if defined(POISE_AVX512)
+    return dot4(sum, w, q);
+#else
+    for (int n = 0; n < 64; n++) sum.v[n / 4] += (int32_t)w.v[n] * q[n % 4];
+    return sum;
+#endif
+}
 #endif
 
 template <class T> uint32_t folded(const T& value) {  // so that the compiler keeps what was computed
@@ -58,6 +47,16 @@ template <class T> uint32_t folded(const T& value) {  // so that the compiler ke
     memcpy(words, &value, sizeof(T));
     for (uint32_t word : words) sum += word;
     return sum;
+}
+
+uint32_t int8_rounds(int64_t rounds, const uint8_t* operands) {
+    Int8Sum sum[CHAINS] = {};
+    const Quads w = low_nibbles(load_quads(operands));
+    for (int64_t round = 0; round < rounds; round++) {
+        unrolled<CHAINS>([&](auto i) POISE_INLINE { sum[i] = int8_step(sum[i], w, (const int8_t*)operands + 4 * i); });
+        asm volatile("");  // else a round's loads are taken out of the loop
+    }
+    return folded(sum);
 }
 
 template <class Pair> uint32_t bf16_rounds(int64_t rounds, const uint8_t* operands, const Pair* pair) {
@@ -73,20 +72,13 @@ template <class Pair> uint32_t bf16_rounds(int64_t rounds, const uint8_t* operan
 // `rounds` rounds of products of a kind; returns what keeps them alive. `operations` gets the multiplications and additions done.
 uint32_t probe_products(ProductKind kind, int64_t rounds, const uint8_t* operands, int64_t* operations) {
     if (kind == INT8_PRODUCTS) {
-        Int8 state;
-        memset(&state.sum, 0, sizeof state.sum);
-        state.w = low_nibbles(load_quads(operands));
-        for (int64_t round = 0; round < rounds; round++) {
-            state.step((const int8_t*)operands);
-            asm volatile("" : : : "memory");
-        }
         *operations = rounds * CHAINS * INT8_PER_STEP;
-        return folded(state.sum);
+        return int8_rounds(rounds, operands);
     }
     if (kind == BF16_PRODUCTS) {
         const FloatPair wide = widen(*(const uint32_t*)operands);
         *operations = rounds * CHAINS * 64;
-        return use_dot_bf16 ? bf16_rounds(rounds, operands, (const uint32_t*)operands) : bf16_rounds(rounds, operands, &wide);
+        return dot_bf16_in_products ? bf16_rounds(rounds, operands, (const uint32_t*)operands) : bf16_rounds(rounds, operands, &wide);
     }
     F32 acc[CHAINS];
     for (auto& a : acc) a = zero();

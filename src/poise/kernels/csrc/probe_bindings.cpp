@@ -16,6 +16,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace poise {
+Isa isa_of(const std::string& name);
 const KernelTable* table_of(const std::string& isa);
 namespace {
 
@@ -64,6 +65,13 @@ double products(std::shared_ptr<Pool> pool, const std::string& isa, const std::s
     return (double)done / seconds;
 }
 
+const char* dot_bf16(const std::string& isa, const std::string& most) {
+    static constexpr const char* NAMES[] = {"nowhere", "in products", "everywhere", "where faster"};
+    for (int i = 0; i < 4; i++)
+        if (most == NAMES[i]) return NAMES[(int)choose_dot_bf16(isa_of(isa), (DotBF16)i)];
+    throw std::invalid_argument("unknown use of the bf16 instruction: " + most);
+}
+
 }  // namespace
 
 void bind_probes(nb::module_& m) {
@@ -73,6 +81,9 @@ void bind_probes(nb::module_& m) {
     m.def("probe_read", &read, "pool"_a, "isa"_a, "buffer"_a, "ahead"_a, "Seconds to read the buffer once, all workers together.");
     m.def("probe_products", &products, "pool"_a, "isa"_a, "kind"_a, "rounds"_a,
           "Multiplications and additions per second of products on registers: kind int8, bf16 or f32, all workers together.");
+    m.def("choose_dot_bf16", &dot_bf16, "isa"_a, "most"_a,
+          "Uses the instruction for pairs of bf16 nowhere, in products, everywhere, or where faster; returns where it is used now.\n"
+          "Bits are the same; no step may run meanwhile.");
 }
 
 }  // namespace poise

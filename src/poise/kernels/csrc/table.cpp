@@ -18,7 +18,7 @@ void rope_angles(int32_t, const float*, int, float*);
 void rope_head(const RopeParams&, int, const float*, int, void*, float*, int);
 void attend(const AttentionParams&, const AttentionItem&, float*);
 void fold_partials(const AttentionParams&, const AttentionFold&);
-bool dot_bf16_is_exact();
+DotBF16 choose_dot_bf16(DotBF16);
 uint32_t probe_read(const uint8_t*, size_t, size_t);
 uint32_t probe_products(ProductKind, int64_t, const uint8_t*, int64_t*);
 
@@ -33,7 +33,7 @@ const KernelTable& table() {
 #endif
     static constexpr KernelTable t = {
         POISE_TEXT(POISE_NS), tile,      gemm,   prepare_row,   rms_norm,   dequantize_row,    silu_mul,   gelu_mul,
-        rope_angles,          rope_head, attend, fold_partials, sample_row, dot_bf16_is_exact, probe_read, probe_products,
+        rope_angles,          rope_head, attend, fold_partials, sample_row, choose_dot_bf16,   probe_read, probe_products,
         MAX_UNITS,
     };
     return t;
