@@ -90,8 +90,10 @@ class FixedLengths:
         self.inner.forget(request)
 
 
-def hold(path: Path, num_prompts: int, lengths: tuple[int, ...], batches: tuple[int, ...]) -> None:
-    """Each length and each batch meets half of the prompts, greedy and seeded ones, neighbours the other half."""
+def hold(path: Path, num_prompts: int, lengths: tuple[int, ...], batches: tuple[int, ...]) -> int:
+    """Each length and each batch meets a third of the prompts, greedy and seeded ones; the next ones others. Returns the number of
+    preemptions.
+    """
     texts = prompts(num_prompts)
     with LLM(str(path), max_model_len=128) as plain:
         expected = answer(plain, texts, range(num_prompts))
@@ -114,24 +116,26 @@ def hold(path: Path, num_prompts: int, lengths: tuple[int, ...], batches: tuple[
             own = range(0, num_prompts, 5)  # drafts as requests get them
             assert answer(llm, texts, own) == expected[::5]
             for k in lengths:
-                half = [n for n in range(num_prompts) if (n // 2 + k + size) % 2]
+                third = [n for n in range(num_prompts) if (n // 2 + k + size) % 3 == 0]
                 knowing = drafter(expected, vocab_size)
                 drafting.drafter = FixedLengths(knowing, k)
-                assert answer(llm, texts, half) == [expected[n] for n in half]
+                assert answer(llm, texts, third) == [expected[n] for n in third]
                 assert 0 < knowing.num_accepted < knowing.num_drafted
             scheduler.check_invariants()
             num_preemptions += scheduler.stats().counters.num_preemptions
-    assert num_preemptions > 0
+    return num_preemptions
 
 
 def test_a_few_answers(smollm2_path: Path) -> None:
-    hold(smollm2_path, 8, (1, 4), (1, 5))
+    assert hold(smollm2_path, 12, (1, 4), (1, 5)) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_two_hundred_answers(smollm2_path: Path) -> None:
-    hold(smollm2_path, 200, LENGTHS, BATCHES)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("size", BATCHES)
+def test_two_hundred_answers(smollm2_path: Path, size: int) -> None:
+    num_preemptions = hold(smollm2_path, 200, LENGTHS, (size,))
+    assert num_preemptions > 0 or size < 3  # eight pages or more: enough for two
 
 
 def write_bf16(source: Path, target: Path) -> Path:
@@ -158,4 +162,4 @@ def write_bf16(source: Path, target: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_answers_of_bf16_weights(smollm2_path: Path, tmp_path: Path) -> None:
-    hold(write_bf16(smollm2_path, tmp_path / "bf16.gguf"), 40, (1, 3, 6), (1, 5))
+    assert hold(write_bf16(smollm2_path, tmp_path / "bf16.gguf"), 40, (1, 3, 6), (1, 5)) > 0

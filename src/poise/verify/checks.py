@@ -271,8 +271,10 @@ def speculation(trials: Trials, axes: Axes) -> None:
     for k in axes.drafts:
         drafted(trials, Setup(drafts=k), probes)
         drafted(trials, Setup(drafts=k, prefix_caching=True), probes)
-        chunk = rig.base.block_size + 1
-        run = drafted(trials, Setup(drafts=k, chunk=chunk, num_blocks=few_blocks), growing)
+        drafted(trials, Setup(drafts=k, chunk=rig.base.block_size + 1), growing)
+        run = drafted(
+            trials, Setup(drafts=k, chunk=LONGEST_BLOCK + 1, num_blocks=few_blocks), growing
+        )
         trials.fired("preemptions", run.num_preemptions)
     setup = Setup(drafts=axes.drafts[-1])
     run = trials.run("drafts looked up in the text", setup, trials.lab.probes[:: axes.stride])

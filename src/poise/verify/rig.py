@@ -243,12 +243,9 @@ class Rig:
 
     @property
     def windows(self) -> list[int]:
-        """Sliding windows of the model's KV groups, in tokens."""
-        return [
-            group.sliding_window
-            for group in self.base.kv_groups
-            if group.sliding_window is not None
-        ]
+        """The sliding windows that the model's KV groups have, in tokens, each once."""
+        windows = {group.sliding_window for group in self.base.kv_groups}
+        return sorted(window for window in windows if window is not None)
 
     @property
     def info(self) -> EngineInfo:

@@ -84,6 +84,7 @@ class Lab:
         self.rig = rig
         self.probes = probes
         self.alone: dict[str, Answer] = {}
+        self._answered: dict[str, Probe] = {}
         self.answer_alone(probes)  # at once: later it would write on pages that a trial relies on
 
     def answer_alone(self, probes: Sequence[Probe]) -> None:
@@ -92,6 +93,8 @@ class Lab:
             fill_pages(self.rig.base, self.rig.blocks_for([probe], self.rig.base), 0)
             [answer] = self.rig.engine(Setup()).run([probe]).answers
             assert answer is not None, "nothing was aborted"
+            known = self._answered.setdefault(probe.name, probe)
+            assert known == probe, f"two requests are called {probe.name}"
             self.alone[probe.name] = answer
 
 
