@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from poise.core.limits import Limits
-from poise.core.output import ScheduledRequest
+from poise.core.output import NO_TOKEN, ScheduledRequest
 from poise.core.request import Request
 from poise.core.running import RunningRequests
 from poise.core.step_plan import StepPlan
@@ -20,20 +20,29 @@ from poise.core.step_time import StepShape, StepTimeModel
 
 
 class DraftRoom(NamedTuple):
-    """A request that samples in this step, and how many tokens it may draft at most (1 or more)."""
+    """A request that samples in this step, and how many tokens it may draft at most: 1 or more, or 0 if its drafts
+    are `pinned`.
+    """
 
     request: Request
     most: int
 
 
 class Draft(NamedTuple):
-    """`token_ids` are the drafts, or empty where the executor is to make `num_tokens` of them."""
+    """`token_ids` are the drafts, or empty where the executor is to make `num_tokens` of them.
+
+    `unplaced` is the next one, which gets no row (`ScheduledRequest.unplaced_draft`).
+    """
 
     num_tokens: int
     token_ids: tuple[int, ...] = ()
+    unplaced: int = NO_TOKEN
 
     def cut(self, most: int) -> Draft:
-        return Draft(min(self.num_tokens, most), self.token_ids[:most])
+        if most >= self.num_tokens:
+            return self
+        unplaced = self.token_ids[most] if self.token_ids else NO_TOKEN
+        return Draft(most, self.token_ids[:most], unplaced)
 
 
 NO_DRAFT: Final = Draft(0)
@@ -87,32 +96,35 @@ class Drafting:
 
     def add_to(self, plan: StepPlan, step_time: StepTimeModel) -> None:
         """Asks for drafts and gives each request what of them still fits, oldest admission first."""
-        if plan.budget.num_left == 0:
-            return
         rooms = [
             DraftRoom(request, most)
             for request in self._running
             if request.sampling.speculation is not None
-            and request.may_draft
             and plan.samples(request)
-            and (most := self._most(plan, request)) > 0
+            and ((most := self._most(plan, request)) > 0 or is_pinned(request))
         ]
         if not rooms:
             return
         shape = step_time.shape_of(tuple(plan.scheduled.values()))
         drafts = self.drafter.draft(rooms, shape, step_time)
         for (request, _), draft in zip(rooms, drafts, strict=True):
-            fitting = draft.cut(self._most(plan, request)) if draft.num_tokens else draft
+            if draft.num_tokens == 0:
+                continue
+            fitting = draft.cut(self._most(plan, request))
             fitting = self._within_target(fitting, request, shape, step_time)
-            if fitting.num_tokens > 0:
+            block_ids = self._running.kv_cache.no_blocks
+            if fitting.num_tokens:
                 shape = step_time.with_drafts(shape, request.num_tokens, fitting.num_tokens)
                 block_ids = self._running.take_draft_pages(request, fitting.num_tokens)
-                plan.add_drafts(request, fitting.num_tokens, fitting.token_ids, block_ids)
+            if fitting.num_tokens or is_pinned(request):
+                plan.add_drafts(request, *fitting, block_ids)
 
     def _most(self, plan: StepPlan, request: Request) -> int:
         """What the request asked for, within the answer's end, the context, the step's tokens and the pages."""
         speculation = request.sampling.speculation
         assert speculation is not None
+        if plan.budget.num_left == 0 or not request.may_draft:
+            return 0
         if self._running.kv_cache.has_sharers_in_step(request) or _scores_prompt(request):
             return 0  # a draft may spoil what others take from this step, and the prompt's log-probabilities
         num_wanted = min(
@@ -148,6 +160,16 @@ class Drafting:
         self._running.return_draft_pages(request)
         self.counters.add(num_drafts, num_accepted)
         self.drafter.observe(request, num_drafts, num_accepted)
+
+
+def is_pinned(request: Request) -> bool:
+    """Whether its drafts decide what is drawn, wherever the step has room for their rows: looked-up ones under `rejection`."""
+    speculation = request.sampling.speculation
+    return (
+        speculation is not None
+        and speculation.acceptance == "rejection"
+        and speculation.method in ("ngram", "suffix")
+    )
 
 
 def _scores_prompt(request: Request) -> bool:

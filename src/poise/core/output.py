@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from poise.core.sampling_params import SamplingParams
 from poise.core.speculation import Speculation
@@ -53,6 +53,9 @@ class NewRequest:
     block_tables: tuple[tuple[int, ...], ...]
 
 
+NO_TOKEN: Final = -1
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """Rows of one request in this step: `num_tokens` known tokens from absolute position `start`, then drafts.
@@ -68,7 +71,8 @@ class ScheduledRequest:
     were known: its draw counts while all drafts before it equal what was drawn for them. `draft_token_ids`
     are the `num_drafts` drafts, or empty: the executor makes them. `draft_block_ids` are appended after
     `new_block_ids`. When the step has returned, scheduler and executor alike drop the pages of a request with
-    drafts that lie past its last token but one, the last whose KV is computed.
+    drafts that lie past its last token but one, the last whose KV is computed. `unplaced_draft` stands where the
+    last row's token goes and has no row: it decides what is drawn where acceptance is by rejection, and nothing else.
     """
 
     request_id: int
@@ -79,6 +83,7 @@ class ScheduledRequest:
     num_drafts: int = 0
     draft_token_ids: tuple[int, ...] = ()
     draft_block_ids: tuple[tuple[int, ...], ...] = ()
+    unplaced_draft: int = NO_TOKEN
 
     @property
     def num_rows(self) -> int:

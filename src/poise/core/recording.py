@@ -18,6 +18,7 @@ from poise.core.drafting import Draft, Drafter, DraftRoom
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.core.limits import Limits
 from poise.core.output import (
+    NO_TOKEN,
     EngineSampling,
     KVGroupSpec,
     ModelRunnerOutput,
@@ -204,7 +205,7 @@ class RecordingScheduler(Scheduler):
         def schedule() -> SchedulerOutput:
             output = super(RecordingScheduler, self).schedule()
             if self._recording_drafter is not None and self._recording_drafter.drafts:
-                line["drafts"] = [[n, list(ids)] for n, ids in self._recording_drafter.drafts]
+                line["drafts"] = self._recording_drafter.drafts
                 self._recording_drafter.drafts = []
             return output
 
@@ -272,7 +273,9 @@ def replay(lines: Iterable[Line]) -> int:
         if scheduler is None:
             scheduler = _fresh(SchedulerSetup.from_line(line), clock, drafter)
             continue
-        drafter.drafts = [Draft(n, tuple(ids)) for n, ids in line.get("drafts", ())]
+        drafter.drafts = [
+            Draft(n, tuple(ids), unplaced) for n, ids, unplaced in line.get("drafts", ())
+        ]
         try:
             outcome, scheduled = _repeat(scheduler, line, step)
         except ReplayError:
@@ -343,6 +346,7 @@ def step_digest(output: SchedulerOutput) -> str:
         [
             (i.request_id, i.start, i.num_tokens, i.new_block_ids, i.samples)
             + ((i.num_drafts, i.draft_token_ids, i.draft_block_ids) if i.num_drafts else ())
+            + ((i.unplaced_draft,) if i.unplaced_draft != NO_TOKEN else ())
             for i in output.scheduled
         ],
     )

@@ -61,7 +61,12 @@ class StepPlan:
         return item is not None and item.samples
 
     def add_drafts(
-        self, request: Request, num_drafts: int, token_ids: tuple[int, ...], block_ids: BlockIds
+        self,
+        request: Request,
+        num_drafts: int,
+        token_ids: tuple[int, ...],
+        unplaced: int,
+        block_ids: BlockIds,
     ) -> None:
         """Rows behind those of a request that samples; its pages for them are allocated."""
         item = self.scheduled[request.request_id]
@@ -69,7 +74,11 @@ class StepPlan:
         assert item.num_drafts == 0
         assert len(token_ids) in (0, num_drafts)
         self.scheduled[request.request_id] = replace(
-            item, num_drafts=num_drafts, draft_token_ids=token_ids, draft_block_ids=block_ids
+            item,
+            num_drafts=num_drafts,
+            draft_token_ids=token_ids,
+            draft_block_ids=block_ids,
+            unplaced_draft=unplaced,
         )
         self.budget.spend(request, num_drafts, is_prefill=False)
 

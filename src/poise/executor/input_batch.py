@@ -162,7 +162,8 @@ class InputBatch:
                     is_last = place == scheduled.num_drafts
                     draft = NO_DRAFT if is_last else int(state.tokens[known])
                     row_index = len(logit_rows)
-                    state.sampling.fill(self._rows, row_index, state.tokens, known, place, draft)
+                    verified = scheduled.unplaced_draft if is_last else draft
+                    state.sampling.fill(self._rows, row_index, state.tokens, known, place, verified)
                     logit_indices.append(end - 1 - scheduled.num_drafts + place)
                     logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
             row = end

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from poise.core.drafting import NO_DRAFT, Draft, DraftRoom
+from poise.core.drafting import NO_DRAFT, Draft, DraftRoom, is_pinned
 from poise.core.request import Request
+from poise.core.speculation import Speculation
 from poise.core.step_time import StepShape, StepTimeModel
 from poise.spec_decode.lookup import LookupProposer
 
@@ -42,6 +43,7 @@ class SpeculativeDrafter:
 
     def __init__(self, controller: LengthController | None = None) -> None:
         self._lookup = LookupProposer()
+        self._pinned = PinnedDrafts()
         self._controller = controller
 
     def draft(
@@ -58,7 +60,7 @@ class SpeculativeDrafter:
         for i, (room, draft) in enumerate(zip(rooms, drafts)):
             if i not in chosen:
                 start = room.request.num_tokens
-                shape = step_time.with_drafts(shape, start, draft.num_tokens)
+                shape = step_time.with_drafts(shape, start, min(draft.num_tokens, room.most))
         lengths = self._controller.choose(
             [self._candidate(rooms[i].request, drafts[i]) for i in chosen],
             shape,
@@ -71,6 +73,8 @@ class SpeculativeDrafter:
     def _propose(self, room: DraftRoom) -> Draft:
         speculation = room.request.sampling.speculation
         assert speculation is not None
+        if is_pinned(room.request):
+            return self._pinned.draft(room.request, speculation, self._lookup)
         if speculation.method in ("ngram", "suffix"):
             token_ids = self._lookup.propose(room.request, speculation, room.most)
             return Draft(len(token_ids), token_ids)
@@ -88,8 +92,35 @@ class SpeculativeDrafter:
 
     def forget(self, request: Request) -> None:
         self._lookup.forget(request)
+        self._pinned.forget(request)
         if self._controller is not None:
             self._controller.forget(request.request_id)
+
+
+class PinnedDrafts:
+    """Drafts that don't depend on a step's room: what was drafted from a text stays until it is used up or refuted.
+
+    Invariant: which draft stands at a position is a function of the request's tokens before it.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[int, tuple[int, tuple[int, ...]]] = {}  # position of the first, and all
+
+    def draft(self, request: Request, speculation: Speculation, lookup: LookupProposer) -> Draft:
+        """What is left of the run that the text has followed so far, none right behind its end, or a new run."""
+        run = self._runs.get(request.request_id)
+        if run is not None:
+            start, token_ids = run
+            followed = tuple(request.token_ids[start:])
+            if followed == token_ids[: len(followed)]:
+                left = token_ids[len(followed) :]
+                return Draft(len(left), left)
+        token_ids = lookup.propose(request, speculation, speculation.num_speculative_tokens)
+        self._runs[request.request_id] = request.num_tokens, token_ids
+        return Draft(len(token_ids), token_ids)
+
+    def forget(self, request: Request) -> None:
+        self._runs.pop(request.request_id, None)
 
 
 def is_adaptive(request: Request) -> bool:

@@ -155,6 +155,32 @@ def test_answers_are_the_same_bytes(roomy: tuple[LLM, dict[str, Any]], k: int) -
         assert llm._engine._scheduler.draft_counters.num_accepted_tokens > before
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_rejection_gives_the_same_bytes_at_any_load(
+    roomy: tuple[LLM, dict[str, Any]], method: str, k: int
+) -> None:
+    """Other bytes than without drafts, but the same ones whether drafts get their rows or not."""
+    llm, options = roomy
+    speculative = {
+        "method": method,
+        "acceptance": "rejection",
+        "num_speculative_tokens": k,
+        "prompt_lookup_min": 1,
+    }
+    expected = generate(llm, speculative)
+    assert expected != generate(llm)
+    counters = llm._engine._scheduler.draft_counters
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+    assert generate(llm, speculative) == expected  # with hits
+    for small in (cramped_limits(llm, k), cramped_limits(llm, 0)):  # no room for any, nearly
+        with LLM(**options, **small) as cramped:
+            assert generate(cramped, speculative) == expected
+            scheduler = cramped._engine._scheduler
+            assert scheduler.draft_counters.num_draft_tokens < counters.num_draft_tokens
+            assert scheduler.stats().counters.num_preemptions > 0
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_answers_are_the_same_bytes_where_the_model_drafts_itself(
     roomy: tuple[LLM, dict[str, Any]], k: int
