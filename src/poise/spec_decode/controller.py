@@ -22,6 +22,8 @@ DECAY: Final = 0.95  # of a request's counts, per step of its own with drafts
 COMMON_DECAY: Final = 0.995
 PRIOR_WEIGHT: Final = 1.0  # steps that the prior counts as
 FIRST_GUESS: Final = 0.6  # share accepted, where nothing was drafted yet
+LEAST_GAIN: Final = 1.03
+"""What drafts must promise over none: predictions err by as much, and looking drafts up takes time that no step shows."""
 PROBE_DRAFTS: Final = 2
 LEAST_WAIT: Final = 16  # steps of a request without drafts between two probes
 PROBE_SHARE: Final = 0.01  # of all time that probes may be expected to lose
@@ -176,7 +178,7 @@ def best_lengths(
     draft_seconds: DraftSeconds | None = None,
 ) -> list[int]:
     """The lengths of most expected tokens per second: drafts are added in the order of their survival, which is the order of gain
-    where rows cost alike, and the best stop on the way is taken. Whatever steps the cost takes on that way
+    where rows cost alike, and the best stop on the way is taken, if it is worth leaving the start. Whatever steps the cost takes on that way
     (tiles, a first draft of the executor), the best stop is found.
     """
     order = sorted(
@@ -186,7 +188,7 @@ def best_lengths(
     lengths, best = [0] * len(candidates), [0] * len(candidates)
     seconds = Seconds(candidates, shape, step_time, draft_seconds)
     num_expected = float(max(shape.num_sampled, 1))
-    most = num_expected / seconds.of(lengths)
+    most = LEAST_GAIN * num_expected / seconds.of(lengths)
     for survival, i in order:
         lengths[i] += 1
         seconds.add_row(i, lengths[i])

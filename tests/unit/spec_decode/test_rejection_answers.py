@@ -16,19 +16,31 @@ NUM_DRAWS = 4000
 CHOICES = 50
 ALLOWED = [40, 41, 42, 43]
 PROMPT = [40, 41, 42, 43] * 4
-METHODS = ("ngram", "suffix", "self")
+METHODS = ("ngram", "suffix", "self", "draft_model")
 ALPHA = 1e-3 / (2 * len(METHODS))
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    path = tmp_path_factory.mktemp("model") / "llama.gguf"
-    model = TinyModel("llama", num_heads=6, num_kv_heads=2, seed=1)
-    tokens = [*byte_tokens(model.vocab_size)[:-1], "ab"]
-    metadata = {"tokenizer.ggml.tokens": tokens}.items()
-    write_gguf(path, model, "Q8_0", metadata=metadata)
-    with LLM(str(path), max_model_len=64, speculative_config={"method": "self"}) as llm:
-        yield llm
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LLM]]:
+    """By method: the same target, with itself or another model to draft."""
+    folder = tmp_path_factory.mktemp("models")
+    target = TinyModel("llama", num_heads=6, num_kv_heads=2, seed=1)
+    other = TinyModel("llama", num_layers=3, num_heads=2, num_kv_heads=1, seed=9)
+    metadata = {"tokenizer.ggml.tokens": [*byte_tokens(target.vocab_size)[:-1], "ab"]}.items()
+    for name, model in (("target", target), ("other", other)):
+        write_gguf(folder / f"{name}.gguf", model, "Q8_0", metadata=metadata)
+    path = str(folder / "target.gguf")
+    drafting = {"method": "draft_model", "model": str(folder / "other.gguf")}
+    with (
+        LLM(path, max_model_len=64, speculative_config={"method": "self"}) as own,
+        LLM(path, max_model_len=64, speculative_config=drafting) as drafted,
+    ):
+        yield dict.fromkeys(("ngram", "suffix", "self"), own) | {"draft_model": drafted}
+
+
+@pytest.fixture(scope="module")
+def llm(engines: dict[str, LLM]) -> LLM:
+    return engines["ngram"]
 
 
 def answers(llm: LLM, speculative: Any, first_seed: int) -> Counter[tuple[int, ...]]:
@@ -68,8 +80,9 @@ def same_law(a: Counter[tuple[int, ...]], b: Counter[tuple[int, ...]]) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_two_tokens_follow_the_same_law(
-    llm: LLM, plain: Counter[tuple[int, ...]], method: str
+    engines: dict[str, LLM], plain: Counter[tuple[int, ...]], method: str
 ) -> None:
+    llm = engines[method]
     speculative = {"method": method, "acceptance": "rejection", "num_speculative_tokens": 2}
     before = llm._engine._scheduler.draft_counters.num_accepted_tokens
     drawn = answers(llm, speculative, 10_000)
@@ -89,16 +102,18 @@ def test_the_comparison_sees_a_moved_law(llm: LLM, plain: Counter[tuple[int, ...
     assert same_law(moved, plain) < 1e-9
 
 
-def test_coupled_answers_are_the_very_same(llm: LLM, plain: Counter[tuple[int, ...]]) -> None:
-    for method in METHODS:
+def test_coupled_answers_are_the_very_same(
+    engines: dict[str, LLM], plain: Counter[tuple[int, ...]]
+) -> None:
+    for method, llm in engines.items():
         assert answers(llm, {"method": method, "num_speculative_tokens": 2}, 0) == plain
 
 
-def test_greedy_rejection_gives_the_very_same_bytes(llm: LLM) -> None:
-    def tokens(speculative: Any) -> list[int]:
+def test_greedy_rejection_gives_the_very_same_bytes(engines: dict[str, LLM]) -> None:
+    def tokens(llm: LLM, speculative: Any) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=30, speculative=speculative)
         return list(llm.generate([{"prompt_token_ids": PROMPT}], params)[0].outputs[0].token_ids)
 
-    plain = tokens(False)
-    for method in METHODS:
-        assert tokens({"method": method, "acceptance": "rejection"}) == plain
+    plain = tokens(engines["self"], False)
+    for method, llm in engines.items():
+        assert tokens(llm, {"method": method, "acceptance": "rejection"}) == plain
