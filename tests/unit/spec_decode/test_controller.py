@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from poise.core.output import KVGroupSpec
 from poise.core.step_time import StepCost, StepShape, StepTimeModel
 from poise.spec_decode.controller import (
+    LEAST_GAIN,
     LEAST_WAIT,
     PROBE_DRAFTS,
     PROBE_SHARE,
@@ -51,6 +52,13 @@ def rate(
     return expected / (times.predict(more) + drafting * max(lengths, default=0))
 
 
+def is_best(chosen: float, best: float, none: float) -> bool:
+    """Whether it is the best rate, or that of no drafts where the best gains too little over it."""
+    if chosen == pytest.approx(none) and best < LEAST_GAIN * none * (1 + 1e-9):
+        return True
+    return chosen == pytest.approx(best) and best > LEAST_GAIN * none * (1 - 1e-9)
+
+
 survival_lists = st.lists(st.floats(0, 1), min_size=1, max_size=4).map(
     lambda values: sorted(values, reverse=True)
 )
@@ -72,7 +80,8 @@ def test_no_lengths_are_better(
         rate(lengths, survivals, shape, times)
         for lengths in product(*(range(len(s) + 1) for s in survivals))
     )
-    assert rate(chosen, survivals, shape, times) == pytest.approx(best)
+    none = rate([0] * n, survivals, shape, times)
+    assert is_best(rate(chosen, survivals, shape, times), best, none)
 
 
 @settings(deadline=None, max_examples=100)
@@ -86,7 +95,8 @@ def test_the_executors_own_time_counts(
         candidates, [survivals], shape, times, lambda lengths: drafting * max(lengths)
     )
     best = max(rate([k], [survivals], shape, times, drafting) for k in range(len(survivals) + 1))
-    assert rate([chosen], [survivals], shape, times, drafting) == pytest.approx(best)
+    none = rate([0], [survivals], shape, times, drafting)
+    assert is_best(rate([chosen], [survivals], shape, times, drafting), best, none)
 
 
 def test_drafts_that_survive_get_the_rows_of_those_that_do_not() -> None:
