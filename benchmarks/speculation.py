@@ -26,6 +26,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from as_bf16 import write_bf16
 from poise import LLM, SamplingParams
 from poise.bench.client import LoadClient, Target
 from poise.bench.managed_server import ManagedServer
@@ -35,6 +36,7 @@ from poise.core.step_time import StepShape
 from poise.machine import cpu_model, poise_version
 from poise.spec_decode.controller import DraftLengthController
 from poise.spec_decode.drafter import SpeculativeDrafter
+from poise.weights.pull import resolve_model
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESAMPLES = 10_000
@@ -62,6 +64,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2}
 FIXED = {**NGRAM, "num_speculative_tokens": 4, "adaptive": False}
 SELF = {"method": "self", "num_speculative_tokens": 4}
 SELF_FLAGS = ("--spec-method", "self")
+BF16_MODEL = "smollm2-135m-bf16"  # made here: the shipped weights, dequantised
 BATCHES = (1, 2, 4, 8, 16, 32)
 
 PARTS: dict[str, list[Case]] = {
@@ -98,6 +101,21 @@ PARTS: dict[str, list[Case]] = {
             64,
             SELF_FLAGS,
         ),
+    ],
+    "upper-bound": [
+        Case(
+            name,
+            "random",
+            1,
+            {**SELF, "num_speculative_tokens": 3, **more},
+            BF16_MODEL,
+            64,
+            SELF_FLAGS,
+        )
+        for name, more in (
+            ("self, smollm2-135m as bf16 (upper bound: identical weights)", {}),
+            ("self, smollm2-135m as bf16, fixed", {"adaptive": False}),
+        )
     ],
     "predictions": [],
 }
@@ -220,11 +238,23 @@ def server(model: str, model_path: str, flags: Sequence[str]) -> ManagedServer:
     return ManagedServer(spec, placeholders(spec, model=model, model_path=model_path))
 
 
+def path_of(model: str) -> str:
+    """What `poise serve` is given for a model."""
+    if model != BF16_MODEL:
+        return model
+    made = Path(tempfile.gettempdir()) / f"{BF16_MODEL}.gguf"
+    if not made.exists():
+        partial = made.with_suffix(".part")
+        write_bf16(resolve_model("smollm2-135m"), partial)
+        partial.replace(made)
+    return str(made)
+
+
 def run_part(cases: Sequence[Case], num_pairs: int) -> dict[str, Any]:
     """The part's cases, those of one model and its flags in one server."""
     results: dict[str, Any] = {}
     for model, flags in dict.fromkeys((case.model, case.flags) for case in cases):
-        with server(model, model, flags) as running:
+        with server(model, path_of(model), flags) as running:
             for case in cases:
                 if (case.model, case.flags) == (model, flags):
                     found = asyncio.run(run_case(running.url, case, num_pairs)).summary()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 
 from poise import LLM, SamplingParams
@@ -139,23 +140,9 @@ def test_two_hundred_answers(smollm2_path: Path, size: int) -> None:
 
 
 def write_bf16(source: Path, target: Path) -> Path:
-    """The same weights as bf16 matrices, with the same metadata."""
-    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
-    for name, entry in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            is_array = entry.types[0] is gguf.GGUFValueType.ARRAY
-            items = entry.types[-1] if is_array else None
-            writer.add_key_value(name, entry.contents(), entry.types[0], items)
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        types = gguf.GGMLQuantizationType
-        chosen = types.BF16 if values.ndim == 2 else types.F32
-        data = gguf.quants.quantize(values, chosen)
-        writer.add_tensor(tensor.name, data, raw_dtype=chosen)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    """By the benchmarks' tool."""
+    tool = Path(__file__).parents[2] / "benchmarks" / "as_bf16.py"
+    subprocess.run([sys.executable, tool, source, target], check=True)
     return target
 
 
