@@ -17,6 +17,7 @@ from poise.server.callers import Caller
 from poise.server.http_errors import HTTPStatusError, whole_seconds
 
 SECONDS_PER_MINUTE = 60.0
+LEAST_WAIT_SECONDS = 1e-6  # times are rounded: who has waited as told lacks nothing
 BUSY_RETRY_SECONDS = 1.0  # for a place among those at once: nobody knows when one ends
 
 
@@ -49,7 +50,8 @@ class _Bucket:
         """How long until `amount` is there (or all that fits, if that is less)."""
         self._fill(now)
         missing = min(amount, self.per_minute) - self.level
-        return max(0.0, missing * SECONDS_PER_MINUTE / self.per_minute)
+        seconds = missing * SECONDS_PER_MINUTE / self.per_minute
+        return seconds if seconds > LEAST_WAIT_SECONDS else 0.0
 
     def take(self, amount: float, now: float) -> None:
         """A negative amount is given back."""

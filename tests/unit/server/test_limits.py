@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from poise.server.callers import Caller, Limits
@@ -94,6 +94,7 @@ def test_a_change_of_the_limits_keeps_what_was_used() -> None:
     limiter.enter(Caller("a", Limits(requests_per_minute=1)))
 
 
+@example(per_minute=1, waits=[1.2742147938826136, 0.0])  # 60 s later, 59.99999999999999 s later
 @given(
     per_minute=st.integers(1, 1000),
     waits=st.lists(st.floats(0, 30), min_size=1, max_size=60),
