@@ -27,6 +27,7 @@ LEAST_GAIN: Final = 1.03
 PROBE_DRAFTS: Final = 2
 LEAST_WAIT: Final = 16  # steps of a request without drafts between two probes
 PROBE_SHARE: Final = 0.01  # of all time that probes may be expected to lose
+FIRST_PROBE: Final = 1.0  # steps of a request that its first probe may be expected to lose all of them together
 
 
 class StepTimes(Protocol):
@@ -121,7 +122,7 @@ class DraftLengthController:
             trial[probed] = min(PROBE_DRAFTS, candidates[probed].most)
             loss = seconds.loss(lengths, trial, survivals) * len(candidates)
             waited = self._records[candidates[probed].request_id].num_steps_off
-            if waited is None or waited * PROBE_SHARE >= loss:
+            if loss <= (FIRST_PROBE if waited is None else waited * PROBE_SHARE):
                 lengths = trial
         for i, candidate in enumerate(candidates):
             record = self._records[candidate.request_id]

@@ -176,6 +176,15 @@ def test_a_request_is_probed_at_its_first_chance_and_then_seldom() -> None:
     assert lengths[1:].count(PROBE_DRAFTS) <= 500 * PROBE_SHARE / (0.5 * loss)
 
 
+def test_a_crowd_does_not_wait_for_the_first_probe_of_each() -> None:
+    """Short answers would be over before the loss is made good."""
+    controller, times = DraftLengthController(), Stairs(0.1, 1.0, 1, 0.0)
+    crowd = StepShape(32, 0, 0, 32)
+    for step in range(16):
+        candidates = [Candidate(32 * (step // 8) + i, 10, 2, False) for i in range(32)]
+        assert controller.choose(candidates, crowd, times) == [0] * 32
+
+
 @pytest.mark.parametrize("num_requests", [1, 8, 32])
 @pytest.mark.parametrize("accepts", [[0.0, 0.0], [0.25, 0.5]])
 def test_probing_costs_hardly_anything(num_requests: int, accepts: list[float]) -> None:
