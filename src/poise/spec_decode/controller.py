@@ -22,12 +22,13 @@ DECAY: Final = 0.95  # of a request's counts, per step of its own with drafts
 COMMON_DECAY: Final = 0.995
 PRIOR_WEIGHT: Final = 1.0  # steps that the prior counts as
 FIRST_GUESS: Final = 0.6  # share accepted, where nothing was drafted yet
-LEAST_GAIN: Final = 1.03
-"""What drafts must promise over none: predictions err by as much, and looking drafts up takes time that no step shows."""
+LEAST_GAIN: Final = 1.1
+"""What drafts must promise over none: a prediction may err by as much, and looking drafts up takes time that no step shows."""
 PROBE_DRAFTS: Final = 2
 LEAST_WAIT: Final = 16  # steps of a request without drafts between two probes
 PROBE_SHARE: Final = 0.01  # of all time that probes may be expected to lose
-FIRST_PROBE: Final = 1.0  # steps of a request that its first probe may be expected to lose all of them together
+FIRST_PROBE: Final = 0.3
+"""Steps of a request that its first probe may be expected to lose, of all requests together."""
 
 
 class StepTimes(Protocol):
@@ -120,7 +121,7 @@ class DraftLengthController:
             seconds = Seconds(candidates, shape, step_time, self._draft_seconds)
             trial = list(lengths)
             trial[probed] = min(PROBE_DRAFTS, candidates[probed].most)
-            loss = seconds.loss(lengths, trial, survivals) * len(candidates)
+            loss = seconds.loss(lengths, trial, survivals) * max(shape.num_sampled, 1)
             waited = self._records[candidates[probed].request_id].num_steps_off
             if loss <= (FIRST_PROBE if waited is None else waited * PROBE_SHARE):
                 lengths = trial

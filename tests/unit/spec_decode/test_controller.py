@@ -135,7 +135,6 @@ def test_the_time_of_a_prompt_is_not_held_against_drafts_nor_for_them() -> None:
 # --- learning ------------------------------------------------------------------------------------
 
 CHEAP = Stairs(1, 0.05, 1, 0.0)
-DEAR = Stairs(0.1, 1.0, 1, 0.0)
 ALONE = StepShape(1, 0, 0, 1)
 
 
@@ -170,9 +169,10 @@ def test_a_text_that_begins_to_repeat_is_noticed() -> None:
 
 
 def test_a_request_is_probed_at_its_first_chance_and_then_seldom() -> None:
-    lengths = play(DraftLengthController(), [0.0] * 4, DEAR, 500)
+    times = Stairs(0.5, 0.7, 1, 0.0)
+    lengths = play(DraftLengthController(), [0.0] * 4, times, 500)
     assert lengths[0] == PROBE_DRAFTS
-    loss = DEAR.predict(StepShape(3)) / DEAR.predict(StepShape(1)) - 1
+    loss = times.predict(StepShape(3)) / times.predict(StepShape(1)) - 1
     assert lengths[1:].count(PROBE_DRAFTS) <= 500 * PROBE_SHARE / (0.5 * loss)
 
 
