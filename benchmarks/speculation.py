@@ -117,6 +117,7 @@ PARTS: dict[str, list[Case]] = {
             ("self, smollm2-135m as bf16, fixed", {"adaptive": False}),
         )
     ],
+    "self-times": [],
     "predictions": [],
 }
 
@@ -298,6 +299,36 @@ def predictions() -> dict[str, Any]:
     return found
 
 
+def self_times() -> dict[str, Any]:
+    """Milliseconds of a plain step, of drafting, and of the step that verifies, at batch 1; break-even follows from them."""
+    found: dict[str, Any] = {}
+    for model in ("gemma3-270m", BF16_MODEL):
+        with LLM(path_of(model), max_model_len=1024, speculative_config=SELF) as llm:
+            scheduler: Any = llm._engine._scheduler
+            draft_seconds = scheduler._drafting.drafter._controller._draft_seconds
+            case = Case(model, "random", 1, SELF)
+            for k in (0, 1, 2, 3, 4):
+                drafts = {**SELF, "num_speculative_tokens": k, "adaptive": False} if k else False
+                params = SamplingParams(
+                    temperature=0, max_tokens=64, ignore_eos=True, speculative=drafts
+                )
+                for pair in range(3):
+                    llm.generate([{"prompt_token_ids": prompts(case, pair)[0]}], params)
+            times = scheduler.step_time
+            rows = [StepShape(n, 0, times.keys(50, n), n) for n in range(1, 6)]
+            seconds = [times.predict(shape) for shape in rows]
+            found[model] = {
+                "target_ms": 1e3 * seconds[0],
+                "draft_ms_by_k": {str(k): 1e3 * draft_seconds([k]) for k in (1, 2, 3, 4)},
+                "verify_ms_by_k": {str(k): 1e3 * seconds[k] for k in (1, 2, 3, 4)},
+            }
+    print(found, flush=True)
+    return found
+
+
+MEASURED_INSIDE = {"self-times": self_times, "predictions": predictions}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
@@ -320,7 +351,10 @@ def main() -> int:
         record = json.loads(arguments.into.read_text())
     for part in arguments.parts or PARTS:
         cases = [case for case in PARTS[part] if arguments.only in case.name]
-        found = run_part(cases, arguments.pairs) if PARTS[part] else predictions()
+        if part in MEASURED_INSIDE:
+            found = MEASURED_INSIDE[part]()
+        else:
+            found = run_part(cases, arguments.pairs)
         record["parts"].setdefault(part, {}).update(found)
     arguments.records.mkdir(parents=True, exist_ok=True)
     path = arguments.into or arguments.records / f"speculation-{now:%Y%m%d-%H%M}.json"
