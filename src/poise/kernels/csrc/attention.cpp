@@ -18,8 +18,19 @@ constexpr int MICRO = 6, TILES = 4;  // units and 16-column tiles whose sums are
 constexpr int MICRO = 4, TILES = 1;  // 4 × 1 pair of 16 registers
 #endif
 
+// What a unit sees of a block: all but the first `hidden` keys (before its window), up to `visible`. `first`: of its split.
+struct View {
+    int hidden, visible;
+    bool first;
+    bool is_partial() const { return visible < BLOCK || hidden > 0; }
+    Mask mask(int t) const {  // of the 16 keys of tile t
+        const auto low = [](int n) -> uint32_t { return n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0; };
+        return mask_from_bits(low(visible - t * 16) & ~low(hidden - t * 16));
+    }
+};
+
 // s[u][0…63] = q_u · K over head_dim/2 pairs, ascending.
-template <int U, class Pair, class Tiles> void scores(const Pair* const* q, const Tiles& tiles, int pairs, float* s) {
+template <int U, class Pair, class Tiles> __attribute__((noinline)) void scores(const Pair* const* q, const Tiles& tiles, int pairs, float* s) {
     for (int first = 0; first < 4; first += TILES) {
         F32 acc[U][TILES];
         unrolled<U * TILES>([&](auto i) POISE_INLINE { acc[i / TILES][i % TILES] = zero(); });
@@ -38,12 +49,12 @@ template <int U, class Pair, class Tiles> void scores(const Pair* const* q, cons
 
 // acc_u = acc_u · c_u (or +0 at the first block), then += p_u · V over 32 token pairs, for WIDTH × 16 columns.
 template <int U, int WIDTH, class Pair, class Tiles>
-void values(const Pair* const* p, const Tiles& tiles, int head_dim, int column, const float* c, const bool* first,
+void values(const Pair* const* p, const Tiles& tiles, int head_dim, int column, const float* c, const View* views,
             float* const* acc_rows) {
     F32 acc[U][WIDTH];
     unrolled<U * WIDTH>([&](auto i) POISE_INLINE {
         constexpr int u = i / WIDTH, t = i % WIDTH;
-        acc[u][t] = first[u] ? zero() : load(acc_rows[u] + column + t * 16) * set1(c[u]);
+        acc[u][t] = views[u].first ? zero() : load(acc_rows[u] + column + t * 16) * set1(c[u]);
     });
     for (int tile = 0; tile < 4; tile++)
         for (int k = 0; k < 8; k++) {
@@ -58,10 +69,10 @@ void values(const Pair* const* p, const Tiles& tiles, int head_dim, int column, 
 }
 
 template <int U, class Pair, class Tiles>
-void values_all(const Pair* const* p, const Tiles& tiles, int head_dim, const float* c, const bool* first, float* const* acc) {
+void values_all(const Pair* const* p, const Tiles& tiles, int head_dim, const float* c, const View* views, float* const* acc) {
     int column = 0;
-    for (; column + 16 * TILES <= head_dim; column += 16 * TILES) values<U, TILES>(p, tiles, head_dim, column, c, first, acc);
-    for (; column < head_dim; column += 16) values<U, 1>(p, tiles, head_dim, column, c, first, acc);
+    for (; column + 16 * TILES <= head_dim; column += 16 * TILES) values<U, TILES>(p, tiles, head_dim, column, c, views, acc);
+    for (; column < head_dim; column += 16) values<U, 1>(p, tiles, head_dim, column, c, views, acc);
 }
 
 template <class Pair, class Tiles> void scores_of(int count, const Pair* const* q, const Tiles& tiles, int pairs, float* s) {
@@ -78,23 +89,52 @@ template <class Pair, class Tiles> void scores_of(int count, const Pair* const* 
 }
 
 template <class Pair, class Tiles>
-void values_of(int count, const Pair* const* p, const Tiles& tiles, int head_dim, const float* c, const bool* first, float* const* acc) {
+void values_of(int count, const Pair* const* p, const Tiles& tiles, int head_dim, const float* c, const View* views, float* const* acc) {
     switch (count) {
-        case 1: return values_all<1>(p, tiles, head_dim, c, first, acc);
-        case 2: return values_all<2>(p, tiles, head_dim, c, first, acc);
-        case 3: return values_all<3>(p, tiles, head_dim, c, first, acc);
-        case 4: return values_all<4>(p, tiles, head_dim, c, first, acc);
+        case 1: return values_all<1>(p, tiles, head_dim, c, views, acc);
+        case 2: return values_all<2>(p, tiles, head_dim, c, views, acc);
+        case 3: return values_all<3>(p, tiles, head_dim, c, views, acc);
+        case 4: return values_all<4>(p, tiles, head_dim, c, views, acc);
 #if defined(POISE_AVX512)
-        case 5: return values_all<5>(p, tiles, head_dim, c, first, acc);
-        default: return values_all<6>(p, tiles, head_dim, c, first, acc);
+        case 5: return values_all<5>(p, tiles, head_dim, c, views, acc);
+        default: return values_all<6>(p, tiles, head_dim, c, views, acc);
 #endif
     }
 }
 
-// Bits of the 16 keys of tile t of a block, of which the first `hidden` keys lie before the window and `visible` end the row's view.
-inline uint32_t visible_bits(int hidden, int visible, int t) {
-    const auto low = [](int n) -> uint32_t { return n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0; };
-    return low(visible - t * 16) & ~low(hidden - t * 16);
+// From scores [unit][64] to probabilities in bf16 [unit][64]; updates each unit's m and l and says by what its sums so far shrink.
+template <class Pair, class Tiles>
+__attribute__((noinline)) void soften(int count, const View* views, const Tiles& tiles, float* scores, float* m, float* l, float* correction, Pair* probabilities) {
+    const F32 hidden = set1(-__builtin_inff());
+    for (int u = 0; u < count; u++) {
+        const View view = views[u];
+        float* s = scores + u * BLOCK;
+        if (view.is_partial())
+            unrolled<4>([&](auto t) POISE_INLINE { store(s + t * 16, select(view.mask(t), load(s + t * 16), hidden)); });
+        const float top = fold_max(maximum(maximum(load(s), load(s + 16)), maximum(load(s + 32), load(s + 48))));
+        const float before = m[u];
+        m[u] = view.first ? top : top > before ? top : before;
+        correction[u] = view.first ? 0.0f : before - m[u];
+    }
+    store(correction, exp_below_88(load(correction)));
+    for (int u = 0; u < count; u++) {
+        const View view = views[u];
+        const float* s = scores + u * BLOCK;
+        const F32 top = set1(m[u]);
+        F32 lane = zero();
+        unrolled<4>([&](auto t) POISE_INLINE {
+            F32 e = exp_below_88(load(s + t * 16) - top);
+            F32 weight = tiles.weight(t, e);
+            if (view.is_partial()) {
+                e = select(view.mask(t), e, zero());
+                weight = select(view.mask(t), weight, zero());
+            }
+            lane = lane + e;
+            store_rounded(probabilities + u * BLOCK / 2, t * 16, weight);
+        });
+        const float sum = fold_sum(lane);
+        l[u] = view.first ? sum : fma1(l[u], correction[u], sum);
+    }
 }
 
 // State of the units of an item: m and l [unit], acc [unit][head_dim].
@@ -104,17 +144,11 @@ struct State {
 
 State carve(float* memory, int head_dim) { return {memory, memory + MAX_UNITS, memory + 2 * MAX_UNITS}; }
 
-void exp16(const float* x, float* out, int n) { store_partial(out, exp(load_partial(x, n, 0.0f)), n); }
-
-// total = total folded with split (both started): docs/NUMERICS.md, Attention.
-void fold(float& M, float& L, float* A, float m, float l, const float* a, int head_dim) {
-    const float top = m > M ? m : M;
-    float e[2] = {m - top, M - top};
-    exp16(e, e, 2);
-    const F32 em = set1(e[0]), eM = set1(e[1]);
-    for (int k = 0; k < head_dim; k += 16) store(A + k, fma(load(a + k), em, load(A + k) * eM));
-    L = lane0(fma(set1(l), em, set1(L) * eM));
-    M = top;
+// (M, L, A) folded with (m, l, a), given em = e^(m − top) and eM = e^(M − top): docs/NUMERICS.md, Attention.
+inline void fold(float& L, float* A, float l, const float* a, float em, float eM, int head_dim) {
+    const F32 new_weight = set1(em), old_weight = set1(eM);
+    for (int k = 0; k < head_dim; k += 16) store(A + k, fma(load(a + k), new_weight, load(A + k) * old_weight));
+    L = fma1(l, em, L * eM);
 }
 
 void finish(const float* acc, float l, int head_dim, float* out) {
@@ -148,10 +182,9 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
     const size_t state_floats = 2 * MAX_UNITS + (size_t)MAX_UNITS * d;
     State total = carve(scratch, d), split = carve(scratch + state_floats, d);
     float* s = scratch + 2 * state_floats;                       // [MICRO][64]
-    float* wide = s + MICRO * BLOCK;                             // [MAX_UNITS][d] q and [MICRO][64] p, where they are widened
-    float* wide_p = wide + (size_t)MAX_UNITS * d;
-    uint16_t* probabilities = (uint16_t*)(wide_p + MICRO * BLOCK);  // [MICRO][64] bf16
-    const Scratch tile_scratch = carve_tiles(probabilities + MICRO * BLOCK, d);
+    float* wide = s + MICRO * BLOCK;                             // [MAX_UNITS][d] q, where they are widened
+    Pair* probabilities = (Pair*)(wide + (size_t)MAX_UNITS * d);  // [MICRO][32]
+    const Scratch tile_scratch = carve_tiles((uint16_t*)(probabilities + MICRO * BLOCK / 2), d);
     const Pair* queries[MAX_UNITS];
     for (int u = 0; u < units; u++) {
         const int row = row_of(params, item, u / group), head = item.kv_head * group + u % group;
@@ -181,55 +214,18 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
             const int end = window ? (start + BLOCK + window - 1 - item.position) * group : units, end_unit = end < units ? end : units;
             for (int u0 = first_row * group; u0 < end_unit; u0 += MICRO) {
                 const int count = end_unit - u0 < MICRO ? end_unit - u0 : MICRO;
-                const Pair *q[MICRO], *p[MICRO];
-                float* acc[MICRO];
-                float correction[16] = {}, maxima[MICRO];
-                bool first[MICRO];
+                const Pair* p[MICRO];
+                float *acc[MICRO], correction[16] = {};
+                View views[MICRO];
                 for (int i2 = 0; i2 < count; i2++) {
-                    const int u = u0 + i2;
-                    q[i2] = queries[u];
-                    acc[i2] = split.acc + (size_t)u * d;
-                    first[i2] = start == split_start || start <= first_visible(item.position + u / group, window);
+                    const int position = item.position + (u0 + i2) / group, visible_from = first_visible(position, window);
+                    views[i2] = {visible_from - start, position - start + 1, start == split_start || start <= visible_from};
+                    acc[i2] = split.acc + (size_t)(u0 + i2) * d;
+                    p[i2] = probabilities + i2 * BLOCK / 2;
                 }
-                scores_of(count, q, tiles, d / 2, s);
-                for (int i2 = 0; i2 < count; i2++) {
-                    const int u = u0 + i2, position = item.position + u / group;
-                    const int visible = position - start + 1, hidden = first_visible(position, window) - start;
-                    float* row = s + i2 * BLOCK;
-                    if (visible < BLOCK || hidden > 0) {
-                        for (int t = 0; t < 4; t++) {
-                            const Mask m = mask_from_bits(visible_bits(hidden, visible, t));
-                            store(row + t * 16, select(m, load(row + t * 16), set1(-__builtin_inff())));
-                        }
-                    }
-                    const F32 a = maximum(load(row), load(row + 16)), b = maximum(load(row + 32), load(row + 48));
-                    const float top = fold_max(maximum(a, b));
-                    maxima[i2] = first[i2] ? top : top > split.m[u] ? top : split.m[u];
-                    correction[i2] = first[i2] ? 0.0f : split.m[u] - maxima[i2];
-                }
-                exp16(correction, correction, count);
-                for (int i2 = 0; i2 < count; i2++) {
-                    const int u = u0 + i2, position = item.position + u / group;
-                    const int visible = position - start + 1, hidden = first_visible(position, window) - start;
-                    const float* row = s + i2 * BLOCK;
-                    F32 lane = zero();
-                    for (int t = 0; t < 4; t++) {
-                        F32 e = exp(load(row + t * 16) - set1(maxima[i2]));
-                        F32 weight = tiles.weight(t, e);
-                        if (visible < BLOCK || hidden > 0) {
-                            const Mask m = mask_from_bits(visible_bits(hidden, visible, t));
-                            e = select(m, e, zero());
-                            weight = select(m, weight, zero());
-                        }
-                        lane = lane + e;
-                        store_low_u16(probabilities + i2 * BLOCK + t * 16, to_bf16(weight));
-                    }
-                    p[i2] = operands(probabilities + i2 * BLOCK, BLOCK, (Pair*)(wide_p + i2 * BLOCK));
-                    const float sum = fold_sum(lane);
-                    split.l[u] = first[i2] ? sum : lane0(fma(set1(split.l[u]), set1(correction[i2]), set1(sum)));
-                    split.m[u] = maxima[i2];
-                }
-                values_of(count, p, tiles, d, correction, first, acc);
+                scores_of(count, queries + u0, tiles, d / 2, s);
+                soften(count, views, tiles, s, split.m + u0, split.l + u0, correction, probabilities);
+                values_of(count, p, tiles, d, correction, views, acc);
             }
         }
         if (leaves_states) {
@@ -241,15 +237,23 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
             }
             continue;
         }
+        float em[MAX_UNITS], eM[MAX_UNITS];  // of all units, also of those that fold nothing
+        for (int u = 0; u < units; u += 16) {
+            const F32 m = load(split.m + u), M = load(total.m + u), top = maximum(m, M);
+            store(em + u, exp_below_88(m - top));
+            store(eM + u, exp_below_88(M - top));
+        }
         for (int u = 0; u < units; u++) {
             const int position = item.position + u / group, first = first_visible(position, window);
             if (position < split_start || first >= split_start + SPLIT) continue;  // this row sees nothing of the split
+            float *A = total.acc + (size_t)u * d, *a = split.acc + (size_t)u * d;
             if (first >= split_start) {
                 total.m[u] = split.m[u];
                 total.l[u] = split.l[u];
-                memcpy(total.acc + (size_t)u * d, split.acc + (size_t)u * d, sizeof(float) * d);
+                memcpy(A, a, sizeof(float) * d);
             } else {
-                fold(total.m[u], total.l[u], total.acc + (size_t)u * d, split.m[u], split.l[u], split.acc + (size_t)u * d, d);
+                fold(total.l[u], A, split.l[u], a, em[u], eM[u], d);
+                total.m[u] = split.m[u] > total.m[u] ? split.m[u] : total.m[u];
             }
         }
     }
@@ -290,7 +294,11 @@ void fold_partials(const AttentionParams& params, const AttentionFold& fold_of) 
                 M = part[0];
                 L = part[1];
             } else {
-                fold(M, L, total, part[0], part[1], part + 2, d);
+                const float top = part[0] > M ? part[0] : M;
+                float e[16] = {part[0] - top, M - top};
+                store(e, exp_below_88(load(e)));
+                fold(L, total, part[1], part + 2, e[0], e[1], d);
+                M = top;
             }
         }
         const int row = fold_of.row + u / group, head = fold_of.kv_head * group + u % group;

@@ -42,10 +42,12 @@ inline ColI load_i8_columns(const int8_t* p) { return load_i8(p); }
 inline ColF set_columns(float x) { return set1(x); }
 inline ColI set_columns_i(int32_t x) { return set1_i(x); }
 
-// g++ 12 does not fold the broadcast into the instructions by itself. A build that emulates AVX-512 defines these two itself.
+// g++ 12 does not fold the broadcast into the instructions by itself, and the variant is compiled without BF16. A build that
+// emulates AVX-512 defines these itself.
 #ifndef POISE_VPDPBUSD
 #define POISE_VPDPBUSD(acc, w, q) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t*)(q)))
 #define POISE_VDPBF16PS(acc, w, pair) asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(pair)))
+#define POISE_VCVTNEPS2BF16(rounded, x) asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x))
 #endif
 inline I32 dot4(I32 acc, Quads w, const int8_t* q) {
     POISE_VPDPBUSD(acc.v, w.v, q);
@@ -247,6 +249,18 @@ inline F32 dot_pair(F32 acc, WidePairs w, const uint32_t* pair) {
 
 inline F32 dot_pair(F32 acc, WidePairs w, const FloatPair* pair) {
     return fma(w.even, set1(pair->even), fma(w.odd, set1(pair->odd), acc));
+}
+
+// 16 values rounded to bf16 as operands of a dot, from place `at` (even) on; pairs as they are only where the CPU has the instructions.
+inline void store_rounded(FloatPair* p, int at, F32 x) { store((float*)p + at, from_bits(shift_left<16>(to_bf16(x)))); }
+inline void store_rounded(uint32_t* p, int at, F32 x) {
+#if defined(POISE_AVX512)
+    __m256i rounded;
+    POISE_VCVTNEPS2BF16(rounded, x.v);
+    _mm256_storeu_si256((__m256i*)((uint16_t*)p + at), rounded);
+#else
+    store_low_u16((uint16_t*)p + at, to_bf16(x));
+#endif
 }
 // The pairs as bf16, for values that are exact in it.
 inline I32 joined(WidePairs w) { return shift_right<16>(bits(w.even)) | (bits(w.odd) & set1_i((int32_t)0xffff0000)); }

@@ -5,9 +5,9 @@
 namespace poise {
 namespace POISE_NS {
 
-inline F32 exp(F32 x) {
+// e^x where x ≤ 88 (or NaN).
+inline F32 exp_below_88(F32 x) {
     const Mask tiny = less(x, set1(-87.0f));
-    x = minimum(set1(88.0f), x);
     const F32 n = rint(x * set1(1.44269504088896341f));
     F32 r = fma(n, set1(-0.693359375f), x);
     r = fma(n, set1(2.12194440e-4f), r);
@@ -18,9 +18,10 @@ inline F32 exp(F32 x) {
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
     const F32 y = fma(p, r * r, r) + set1(1.0f);
-    const F32 power = from_bits(shift_left<23>(to_int(n) + set1_i(127)));
-    return select(tiny, zero(), y * power);
+    return select(tiny, zero(), scale_by_power(y, n));
 }
+
+inline F32 exp(F32 x) { return exp_below_88(minimum(set1(88.0f), x)); }
 
 inline F32 log(F32 x) {
     const Mask is_zero = equal(x, zero());
@@ -65,8 +66,6 @@ inline I32 to_bf16(F32 x) {
     return select_i(less_i(set1_i(0x7f800000), magnitude), upper | set1_i(0x40), r);
 }
 
-inline float lane0(F32 x) { float t[16]; store(t, x); return t[0]; }
-
 constexpr int CUT = 4096;  // rows longer than this are summed in parts
 
 // Sum over n elements in the contract's order; term(j, count) gives lanes j … j+count-1 (unused lanes +0) added to `lane`.
@@ -84,7 +83,7 @@ template <class Add> inline float row_sum(int n, Add add) {
 
 inline float sum_of_squares(const float* x, int n) {
     return row_sum(n, [x](int j, int count, F32 lane) {
-        const F32 v = count == 16 ? load(x + j) : load_partial(x + j, count, 0.0f);
+        const F32 v = load_partial(x + j, count, 0.0f);
         return fma(v, v, lane);
     });
 }

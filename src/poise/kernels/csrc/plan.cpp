@@ -21,7 +21,7 @@ int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(s
 size_t attention_scratch_floats(int head_dim) {
     const size_t state = 2 * MAX_UNITS + (size_t)MAX_UNITS * head_dim;
     const size_t tiles = (2 + 4 * 2) * 16 * (size_t)head_dim;  // see kv_tiles.h, Scratch
-    return 2 * state + 2 * 6 * 64 + (size_t)MAX_UNITS * head_dim + (6 * 64 + tiles) / 2 + 16;
+    return 2 * state + 2 * 6 * 64 + (size_t)MAX_UNITS * head_dim + tiles / 2 + 16;
 }
 
 Plan::Plan(std::shared_ptr<Pool> pool, const KernelTable* kernels, int max_rows, int logit_tile, KVLayout kv, int num_blocks)
@@ -271,7 +271,9 @@ void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::ve
     const int cols = weights[0].cols, full = kernels_->max_tile;
     bool wanted[NUM_FORMS] = {};
     for (const auto& w : weights) wanted[w.form] = true;
-    phase(walk, num_rows, chunk_of(num_rows, 1), [&](Range mine) {
+    // Rows of a tile share cache lines: whole tiles to a worker.
+    const int chunk = (chunk_of(num_rows, 1) + full - 1) / full * full;
+    phase(walk, num_rows, chunk, [&](Range mine) {
         for (int r = mine.begin; r < mine.end; r++) {
             const int begin = r / full * full, height = tile_height(num_rows - begin, full);
             const float* x = in.data + (size_t)(rows ? rows[r] : r) * in.width;
@@ -290,6 +292,23 @@ void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::ve
     });
 }
 
+namespace {
+
+// Writes `rows` rows of the `n` outputs of a panel; N is n where it is known, so that the loops vanish.
+template <int N> void write_panel(const float* a, int rows, int n, bool add, const float* bias, float* y, int width) {
+    if (N) n = N;
+    for (int m = 0; m < rows; m++, a += 16, y += width) {
+        if (add)
+            for (int j = 0; j < n; j++) y[j] += a[j];
+        else if (bias)
+            for (int j = 0; j < n; j++) y[j] = a[j] + bias[j];
+        else
+            std::memcpy(y, a, sizeof(float) * n);
+    }
+}
+
+}  // namespace
+
 void Plan::multiply_panels(const Matrix& w, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width) {
     const int full = kernels_->max_tile;
     const Form form = w.form;
@@ -303,16 +322,10 @@ void Plan::multiply_panels(const Matrix& w, Range panels, const float* bias, int
             for (int begin = first; begin < last; begin += full) {
                 const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
                 kernels_->gemm(w, p, prepared_[form] + (size_t)begin * row_bytes, height, acc);
-                for (int m = 0; m < used; m++) {
-                    float* y = out + (size_t)(begin + m) * out_width + p * 16;
-                    const float* a = acc + m * 16;
-                    if (mode == Store::ADD)
-                        for (int j = 0; j < n; j++) y[j] += a[j];
-                    else if (bias)
-                        for (int j = 0; j < n; j++) y[j] = a[j] + bias[p * 16 + j];
-                    else
-                        std::memcpy(y, a, sizeof(float) * n);
-                }
+                float* y = out + (size_t)begin * out_width + p * 16;
+                const float* b = bias ? bias + p * 16 : nullptr;
+                if (n == 16) write_panel<16>(acc, used, n, mode == Store::ADD, b, y, out_width);
+                else write_panel<0>(acc, used, n, mode == Store::ADD, b, y, out_width);
             }
         }
     }
@@ -351,8 +364,9 @@ void Plan::gate_up(const Operation& op, Range panels, int num_rows, float* out) 
                 kernels_->gemm(gate, p, prepared_[gate_form] + begin * gate_row, height, g);
                 kernels_->gemm(up, p, prepared_[up_form] + begin * up_row, height, u);
                 for (int m = 0; m < used; m++) {
-                    activate(g + m * 16, u + m * 16, h);
-                    std::memcpy(out + (size_t)(begin + m) * gate.rows + p * 16, h, sizeof(float) * n);
+                    float* y = out + (size_t)(begin + m) * gate.rows + p * 16;
+                    activate(g + m * 16, u + m * 16, n == 16 ? y : h);
+                    if (n < 16) std::memcpy(y, h, sizeof(float) * n);
                 }
             }
         }

@@ -15,24 +15,16 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
 
 namespace {
 
-inline int sum16(const int8_t* q) {
-    int s = 0;
-    for (int j = 0; j < 16; j++) s += q[j];
-    return s;
-}
-
 // n values (a multiple of 16) as integers −127 … 127. Returns their scale: 0 where all are tiny, NaN where one is not finite.
 POISE_INLINE inline float quantize(const float* x, int n, int8_t* q) {
-    const I32 magnitude = set1_i(0x7fffffff), largest = set1_i(0x7f7fffff);
-    F32 peak = zero();
-    uint32_t broken = 0;
-    for (int k = 0; k < n; k += 16) {
-        const I32 m = bits(load(x + k)) & magnitude;
-        broken |= mask_bits(less_i(largest, m));
-        peak = maximum(from_bits(m), peak);
-    }
-    const float m = broken ? 0.0f : fold_max(peak);
-    if (!(m >= 0x1p-100f)) {
+    const I32 magnitude = set1_i(0x7fffffff);
+    I32 peak = set1_i(0);  // as integers, magnitudes order like the floats, infinity and NaN behind them
+    for (int k = 0; k < n; k += 16) peak = maximum_i(peak, bits(load(x + k)) & magnitude);
+    const int32_t top = fold_max_i(peak);
+    float m;
+    memcpy(&m, &top, 4);
+    const bool broken = top > 0x7f7fffff;
+    if (broken || m < 0x1p-100f) {
         memset(q, 0, n);
         return broken ? __builtin_nanf("") : 0.0f;
     }
@@ -43,8 +35,8 @@ POISE_INLINE inline float quantize(const float* x, int n, int8_t* q) {
 
 void quantize_group(const float* x, int8_t* q, float& d, int32_t& first, int32_t& second) {
     d = quantize(x, 32, q);
-    first = sum16(q);
-    second = sum16(q + 16);
+    first = sum_bytes(q);
+    second = sum_bytes(q + 16);
 }
 
 // 32 activations in bf16; returns their sum.
@@ -79,7 +71,7 @@ void prepare_row(Form form, const float* x, int cols, uint8_t* tile, int height,
         for (int k = 0; k < cols; k += 16) {
             uint16_t t[16] = {};
             const int count = cols - k < 16 ? cols - k : 16;
-            if (x) store_low_u16(t, to_bf16(count == 16 ? load(x + k) : load_partial(x + k, count, 0.0f)));
+            if (x) store_low_u16(t, to_bf16(load_partial(x + k, count, 0.0f)));
             for (int j = 0; j < count; j += 2, out += 2 * height) {
                 out[0] = t[j];
                 out[1] = j + 1 < count ? t[j + 1] : 0;

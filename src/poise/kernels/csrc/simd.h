@@ -53,6 +53,17 @@ inline float fold_max_256(__m256 x) {
     y = _mm_max_ps(y, _mm_movehl_ps(y, y));
     return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+inline float fma1(float a, float b, float c) { return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c))); }
+inline int32_t fold_max_i_256(__m256i x) {
+    __m128i y = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+}
+inline int32_t sum_bytes(const int8_t* p) {  // of 16: as unsigned bytes, 128 too large each
+    const __m128i u = _mm_xor_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8((char)0x80));
+    const __m128i sums = _mm_sad_epu8(u, _mm_setzero_si128());
+    return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums))) - 16 * 128;
+}
 
 #endif
 
@@ -77,6 +88,7 @@ inline F32 minimum(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 rint(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline I32 to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline float lane0(F32 a) { return _mm512_cvtss_f32(a.v); }
 inline I32 bits(F32 a) { return {_mm512_castps_si512(a.v)}; }
 inline F32 from_bits(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline I32 load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -133,6 +145,10 @@ inline __m256 low_half(F32 x) { return _mm512_castps512_ps256(x.v); }
 inline __m256 high_half(F32 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)); }
 inline float fold_sum(F32 x) { return fold_sum_256(_mm256_add_ps(low_half(x), high_half(x))); }
 inline float fold_max(F32 x) { return fold_max_256(_mm256_max_ps(low_half(x), high_half(x))); }
+inline I32 maximum_i(I32 a, I32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+inline int32_t fold_max_i(I32 x) {
+    return fold_max_i_256(_mm256_max_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti64x4_epi64(x.v, 1)));
+}
 
 #elif defined(POISE_AVX2)
 
@@ -241,6 +257,9 @@ inline void store_low_i8(int8_t* p, I32 x) {
 }
 inline float fold_sum(F32 x) { return fold_sum_256(_mm256_add_ps(x.a, x.b)); }
 inline float fold_max(F32 x) { return fold_max_256(_mm256_max_ps(x.a, x.b)); }
+inline float lane0(F32 x) { return _mm256_cvtss_f32(x.a); }
+inline I32 maximum_i(I32 x, I32 y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline int32_t fold_max_i(I32 x) { return fold_max_i_256(_mm256_max_epi32(x.a, x.b)); }
 
 #else  // baseline: portable, slow, an oracle and last resort
 
@@ -347,7 +366,19 @@ inline void interleave4(I32 w[4]) {
 }
 inline void store_low_u16(uint16_t* p, I32 a) { for (int j = 0; j < 16; j++) p[j] = (uint16_t)a.v[j]; }
 inline void store_low_i8(int8_t* p, I32 a) { for (int j = 0; j < 16; j++) p[j] = (int8_t)a.v[j]; }
+inline float lane0(F32 a) { return a.v[0]; }
+inline I32 maximum_i(I32 a, I32 b) { POISE_LANES(I32, a.v[j] > b.v[j] ? a.v[j] : b.v[j]); }
 #undef POISE_LANES
+inline int32_t fold_max_i(I32 x) {
+    int32_t m = x.v[0];
+    for (int j = 1; j < 16; j++) m = x.v[j] > m ? x.v[j] : m;
+    return m;
+}
+inline int32_t sum_bytes(const int8_t* p) {
+    int32_t s = 0;
+    for (int j = 0; j < 16; j++) s += p[j];
+    return s;
+}
 inline float fold_sum(F32 x) {
     for (int half = 8; half; half >>= 1)
         for (int j = 0; j < half; j++) x.v[j] = x.v[j] + x.v[j + half];
@@ -361,12 +392,17 @@ inline float fold_max(F32 x) {
 
 #endif
 
+// a · 2ⁿ where n is a whole number and a and the result are normal; a NaN stays.
+inline F32 scale_by_power(F32 a, F32 n) { return from_bits(bits(a) + shift_left<23>(to_int(n))); }
+
 inline F32 load_partial(const float* p, int count, float fill) {
+    if (count == 16) return load(p);
     float t[16];
     for (int j = 0; j < 16; j++) t[j] = j < count ? p[j] : fill;
     return load(t);
 }
 inline void store_partial(float* p, F32 a, int count) {
+    if (count == 16) return store(p, a);
     float t[16];
     store(t, a);
     for (int j = 0; j < count; j++) p[j] = t[j];
