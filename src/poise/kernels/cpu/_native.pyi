@@ -161,7 +161,6 @@ class Plan:
         gate: object,
         up: object,
         down: object,
-        hidden: int,
         gelu: bool,
         post_norm: object | None,
         product: int,

@@ -165,9 +165,8 @@ class CPUBackend:
         activation: Activation = "silu",
         post_norm: object | None = None,
     ) -> int:
-        hidden = self._buffer("hidden", gate.rows)  # type: ignore[attr-defined]
         gelu, product = activation == "gelu_tanh", self._product(post_norm)
-        self.plan.gated_mlp(x, norm, eps, gate, up, down, hidden, gelu, post_norm, product)
+        self.plan.gated_mlp(x, norm, eps, gate, up, down, gelu, post_norm, product)
         self._record("gated_mlp", gate, up, down)
         return x
 

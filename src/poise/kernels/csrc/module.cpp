@@ -261,17 +261,16 @@ NB_MODULE(_native, m) {
             p.owners.push_back(weight);
             p.plan.linear_residual(in, w, x, post, eps, product);
         }, "a"_a, "weight"_a, "x"_a, "post_norm"_a.none(), "eps"_a, "product"_a)
-        .def("gated_mlp", [](PlanHandle& p, int x, nb::object norm, float eps, nb::object gate, nb::object up, nb::object down, int hidden, bool gelu,
+        .def("gated_mlp", [](PlanHandle& p, int x, nb::object norm, float eps, nb::object gate, nb::object up, nb::object down, bool gelu,
                              nb::object post_norm, int product) {
             const Matrix &g = nb::cast<PackedMatrix&>(gate).matrix, &u = nb::cast<PackedMatrix&>(up).matrix, &d = nb::cast<PackedMatrix&>(down).matrix;
             const Vector& n = nb::cast<Vector&>(norm);
             const int width = p.plan.buffer_width(x);
             expect(g.rows == u.rows && g.cols == width && u.cols == width && d.rows == width && d.cols == g.rows && n.size == width, "gate, up and down");
-            expect(p.plan.buffer_width(hidden) == g.rows, "hidden buffer");
             for (const auto& owner : {norm, gate, up, down}) p.owners.push_back(owner);
             const float* post = post_norm_of(p, post_norm, x, product);
-            p.plan.gated_mlp(x, n.data, eps, g, u, d, hidden, gelu, post, product);
-        }, "x"_a, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a, "hidden"_a, "gelu"_a, "post_norm"_a.none(), "product"_a)
+            p.plan.gated_mlp(x, n.data, eps, g, u, d, gelu, post, product);
+        }, "x"_a, "norm"_a, "eps"_a, "gate"_a, "up"_a, "down"_a, "gelu"_a, "post_norm"_a.none(), "product"_a)
         .def("logits", [](PlanHandle& p, int x, nb::object norm, float eps, nb::object output) {
             const Matrix& w = nb::cast<PackedMatrix&>(output).matrix;
             const Vector& n = nb::cast<Vector&>(norm);

@@ -10,6 +10,7 @@ namespace poise {
 namespace {
 
 constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the panels keeps in cache
+constexpr int PREPARED_COLUMNS = 512;      // of a tile, written row by row while they lie in the nearest cache
 
 constexpr int PHASES_PER_OPERATION = 5;
 constexpr int CHUNKS_PER_WORKER = 6;
@@ -34,9 +35,9 @@ int Plan::buffer(int width) {
     return (int)buffers_.size() - 1;
 }
 
-void Plan::reserve(const Matrix& weight) {
-    const Form form = weight.form;
-    prepared_row_[form] = std::max(prepared_row_[form], prepared_row_bytes(form, weight.cols));
+void Plan::reserve(Prepared* in, const Matrix& weight) {
+    size_t& row_bytes = in[weight.form].row_bytes;
+    row_bytes = std::max(row_bytes, prepared_row_bytes(weight.form, weight.cols));
     widest_ = std::max(widest_, weight.cols);
     ready_ = false;
 }
@@ -55,7 +56,7 @@ void Plan::norm_linear(int in, const float* norm, float eps, std::vector<Matrix>
     op.out = out;
     op.norm = norm;
     op.eps = eps;
-    for (const auto& w : weights) reserve(w);
+    for (const auto& w : weights) reserve(inputs_, w);
     op.weights = std::move(weights);
     op.biases = std::move(biases);
     operations_.push_back(op);
@@ -108,22 +109,22 @@ void Plan::linear_residual(int in, const Matrix& weight, int x, const float* pos
     op.post_norm = post_norm;
     op.eps = eps;
     op.product = product;
-    reserve(weight);
+    reserve(inputs_, weight);
     op.weights = {weight};
     operations_.push_back(op);
 }
 
-void Plan::gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden, bool gelu,
+void Plan::gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, bool gelu,
                      const float* post_norm, int product) {
     Operation op{Kind::GATED_MLP};
     op.in = op.out = x;
-    op.hidden = hidden;
     op.gelu = gelu;
     op.post_norm = post_norm;
     op.product = product;
     op.norm = norm;
     op.eps = eps;
-    for (const auto* w : {&gate, &up, &down}) reserve(*w);
+    for (const auto* w : {&gate, &up}) reserve(inputs_, *w);
+    reserve(hidden_, down);
     op.weights = {gate, up};
     op.down = {down};
     operations_.push_back(op);
@@ -134,7 +135,7 @@ void Plan::logits(int x, const float* norm, float eps, const Matrix& output) {
     op.in = x;
     op.norm = norm;
     op.eps = eps;
-    reserve(output);
+    reserve(inputs_, output);
     op.weights = {output};
     vocabulary_ = output.rows;
     operations_.push_back(op);
@@ -198,11 +199,12 @@ std::vector<int64_t> Plan::spared_keys() const {
 void Plan::run(const StepArrays& step) {
     check(step);
     if (!ready_) {
-        for (int form = 0; form < NUM_FORMS; form++)
-            if (prepared_row_[form]) prepared_[form] = arena_.allocate(prepared_row_[form] * (max_rows_ + MAX_TILE));
+        for (auto* prepared : {inputs_, hidden_})
+            for (int form = 0; form < NUM_FORMS; form++)
+                if (prepared[form].row_bytes) prepared[form].data = arena_.allocate(prepared[form].row_bytes * (max_rows_ + MAX_TILE));
         workers_.clear();
         for (int i = 0; i < pool_->size(); i++)
-            workers_.push_back({(float*)arena_.allocate(sizeof(float) * (widest_ + 64)),
+            workers_.push_back({(float*)arena_.allocate(sizeof(float) * MAX_TILE * widest_),
                                 (float*)arena_.allocate(sizeof(float) * attention_scratch_floats(kv_.head_dim)),
                                 vocabulary_ ? arena_.allocate(sampling_scratch_bytes(vocabulary_)) : nullptr,
                                 0});
@@ -271,25 +273,30 @@ void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::ve
     const int cols = weights[0].cols, full = kernels_->max_tile;
     bool wanted[NUM_FORMS] = {};
     for (const auto& w : weights) wanted[w.form] = true;
-    // Rows of a tile share cache lines: whole tiles to a worker.
-    const int chunk = (chunk_of(num_rows, 1) + full - 1) / full * full;
-    phase(walk, num_rows, chunk, [&](Range mine) {
-        for (int r = mine.begin; r < mine.end; r++) {
-            const int begin = r / full * full, height = tile_height(num_rows - begin, full);
-            const float* x = in.data + (size_t)(rows ? rows[r] : r) * in.width;
-            if (norm) {
-                kernels_->rms_norm(x, norm, eps, cols, workers_[walk.worker].row);
-                x = workers_[walk.worker].row;
+    const int tiles = (num_rows + full - 1) / full;
+    phase(walk, tiles, chunk_of(tiles, 1), [&](Range mine) {  // rows of a tile share cache lines: whole tiles to a worker
+        for (int t = mine.begin; t < mine.end; t++) {
+            const int begin = t * full, height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
+            const float* x[MAX_TILE] = {};  // null: a row of padding
+            for (int i = 0; i < used; i++) {
+                x[i] = in.data + (size_t)(rows ? rows[begin + i] : begin + i) * in.width;
+                if (!norm) continue;
+                float* normed = workers_[walk.worker].rows + (size_t)i * cols;
+                kernels_->rms_norm(x[i], norm, eps, cols, normed);
+                x[i] = normed;
             }
-            for (int f = 0; f < NUM_FORMS; f++) {
-                if (!wanted[f]) continue;
-                uint8_t* tile = prepared_[f] + (size_t)begin * prepared_row_bytes((Form)f, cols);
-                kernels_->prepare_row((Form)f, x, cols, tile, height, r - begin);
-                if (r == num_rows - 1)
-                    for (int i = num_rows - begin; i < height; i++) kernels_->prepare_row((Form)f, nullptr, cols, tile, height, i);
-            }
+            for (int f = 0; f < NUM_FORMS; f++)
+                if (wanted[f]) prepare_tile((Form)f, x, cols, inputs_[f].data + (size_t)begin * prepared_row_bytes((Form)f, cols), height);
         }
     });
+}
+
+// A tile of rows of `cols` activations; null: a row of padding.
+void Plan::prepare_tile(Form form, const float* const* x, int cols, uint8_t* tile, int height) {
+    for (int column = 0; column < cols; column += PREPARED_COLUMNS)
+        for (int i = 0; i < height; i++)
+            kernels_->prepare_row(form, x[i] ? x[i] + column : nullptr, std::min(PREPARED_COLUMNS, cols - column),
+                                  tile + prepared_row_bytes(form, column) * height, height, i);
 }
 
 namespace {
@@ -309,7 +316,7 @@ template <int N> void write_panel(const float* a, int rows, int n, bool add, con
 
 }  // namespace
 
-void Plan::multiply_panels(const Matrix& w, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width) {
+void Plan::multiply_panels(const Prepared& in, const Matrix& w, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width) {
     const int full = kernels_->max_tile;
     const Form form = w.form;
     const size_t row_bytes = prepared_row_bytes(form, w.cols);
@@ -321,7 +328,7 @@ void Plan::multiply_panels(const Matrix& w, Range panels, const float* bias, int
             const int n = std::min(16, w.rows - p * 16);
             for (int begin = first; begin < last; begin += full) {
                 const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
-                kernels_->gemm(w, p, prepared_[form] + (size_t)begin * row_bytes, height, acc);
+                kernels_->gemm(w, p, in.data + (size_t)begin * row_bytes, height, acc);
                 float* y = out + (size_t)begin * out_width + p * 16;
                 const float* b = bias ? bias + p * 16 : nullptr;
                 if (n == 16) write_panel<16>(acc, used, n, mode == Store::ADD, b, y, out_width);
@@ -332,7 +339,7 @@ void Plan::multiply_panels(const Matrix& w, Range panels, const float* bias, int
 }
 
 // Matrices side by side: their panels are one range, so that no worker waits between them.
-void Plan::multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk) {
+void Plan::multiply(const Prepared* in, const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk) {
     int total = 0;
     for (const auto& w : weights) total += w.panels;
     phase(walk, total, chunk_of(total, 1), [&](Range mine) {
@@ -340,47 +347,52 @@ void Plan::multiply(const std::vector<Matrix>& weights, const std::vector<const 
         for (size_t i = 0; i < weights.size(); i++) {
             const Matrix& w = weights[i];
             const Range panels{std::max(mine.begin - base, 0), std::min(mine.end - base, w.panels)};
-            if (panels.begin < panels.end) multiply_panels(w, panels, biases.empty() ? nullptr : biases[i], num_rows, mode, out + column, out_width);
+            if (panels.begin < panels.end) multiply_panels(in[w.form], w, panels, biases.empty() ? nullptr : biases[i], num_rows, mode, out + column, out_width);
             base += w.panels;
             column += w.rows;
         }
     });
 }
 
-void Plan::gate_up(const Operation& op, Range panels, int num_rows, float* out) {
+// Panels `pairs.begin` · 2 … of gate and up: 32 columns at a time, all that a group of the down matrix's input needs.
+void Plan::gate_up(const Operation& op, Range pairs, int num_rows) {
     const Matrix &gate = op.weights[0], &up = op.weights[1];
     const auto activate = op.gelu ? kernels_->gelu_mul : kernels_->silu_mul;
     const int full = kernels_->max_tile;
-    const Form gate_form = gate.form, up_form = up.form;
-    const size_t gate_row = prepared_row_bytes(gate_form, gate.cols), up_row = prepared_row_bytes(up_form, up.cols);
+    const Form out_form = op.down[0].form;
+    const size_t gate_row = prepared_row_bytes(gate.form, gate.cols), up_row = prepared_row_bytes(up.form, up.cols);
+    const size_t out_row = prepared_row_bytes(out_form, gate.rows);
     const int rows_in_cache = std::max(1, (int)(CHUNK_BYTES / (gate_row * full))) * full;
-    alignas(64) float g[MAX_TILE * 16], u[MAX_TILE * 16], h[16];
+    alignas(64) float g[MAX_TILE * 16], u[MAX_TILE * 16], h[MAX_TILE][32];
     for (int first = 0; first < num_rows; first += rows_in_cache) {
         const int last = std::min(num_rows, first + rows_in_cache);
-        for (int p = panels.begin; p < panels.end; p++) {
-            const int n = std::min(16, gate.rows - p * 16);
+        for (int column = pairs.begin * 32; column < std::min(pairs.end * 32, gate.rows); column += 32) {
+            const int width = std::min(32, gate.rows - column);
             for (int begin = first; begin < last; begin += full) {
                 const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
-                kernels_->gemm(gate, p, prepared_[gate_form] + begin * gate_row, height, g);
-                kernels_->gemm(up, p, prepared_[up_form] + begin * up_row, height, u);
-                for (int m = 0; m < used; m++) {
-                    float* y = out + (size_t)(begin + m) * gate.rows + p * 16;
-                    activate(g + m * 16, u + m * 16, n == 16 ? y : h);
-                    if (n < 16) std::memcpy(y, h, sizeof(float) * n);
+                const float* x[MAX_TILE] = {};
+                for (int half = 0; half < width; half += 16) {
+                    const int panel = (column + half) / 16;
+                    kernels_->gemm(gate, panel, inputs_[gate.form].data + begin * gate_row, height, g);
+                    kernels_->gemm(up, panel, inputs_[up.form].data + begin * up_row, height, u);
+                    for (int m = 0; m < used; m++) activate(g + m * 16, u + m * 16, h[m] + half);
                 }
+                for (int m = 0; m < used; m++) x[m] = h[m];
+                uint8_t* tile = hidden_[out_form].data + begin * out_row;
+                prepare_tile(out_form, x, width, tile + prepared_row_bytes(out_form, column) * height, height);
             }
         }
     }
 }
 
 // x + product, or x + norm(product).
-void Plan::add_to_residual(const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk) {
+void Plan::add_to_residual(const Prepared* in, const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk) {
     const Buffer& x = buffers_[op.out];
-    if (!op.post_norm) return multiply(weights, {}, num_rows, Store::ADD, x.data, x.width, walk);
+    if (!op.post_norm) return multiply(in, weights, {}, num_rows, Store::ADD, x.data, x.width, walk);
     const Buffer& product = buffers_[op.product];
-    multiply(weights, {}, num_rows, Store::WRITE, product.data, product.width, walk);
+    multiply(in, weights, {}, num_rows, Store::WRITE, product.data, product.width, walk);
     phase(walk, num_rows, chunk_of(num_rows, 1), [&](Range mine) {
-        float* normed = workers_[walk.worker].row;
+        float* normed = workers_[walk.worker].rows;
         for (int r = mine.begin; r < mine.end; r++) {
             kernels_->rms_norm(product.data + (size_t)r * product.width, op.post_norm, op.eps, x.width, normed);
             float* y = x.data + (size_t)r * x.width;
@@ -440,7 +452,7 @@ void Plan::logits(const Operation& op, Walk& walk) {
     for (int begin = 0; begin < step_.num_logit_rows; begin += logit_tile_) {
         const int n = std::min(logit_tile_, step_.num_logit_rows - begin);
         prepare(buffers_[op.in], op.norm, op.eps, op.weights, n, step_.logit_rows + begin, walk);
-        multiply(op.weights, {}, n, Store::WRITE, logits_, w.rows, walk);
+        multiply(inputs_, op.weights, {}, n, Store::WRITE, logits_, w.rows, walk);
         phase(walk, n, 1, [&](Range i) {
             const float* row = logits_ + (size_t)i.begin * w.rows;
             const int at = begin + i.begin;
@@ -465,7 +477,7 @@ void Plan::run_operation(const Operation& op, Walk& walk) {
             });
         case Kind::NORM_LINEAR:
             prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
-            return multiply(op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
+            return multiply(inputs_, op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
         case Kind::ROPE_KV_WRITE: {
             const int count = rows * (op.num_heads + 2 * kv_.num_kv_heads);
             return phase(walk, count, chunk_of(count, 8), [&](Range mine) { rope_kv(op, mine); });
@@ -473,13 +485,12 @@ void Plan::run_operation(const Operation& op, Walk& walk) {
         case Kind::ATTENTION: return attend(op, walk);
         case Kind::LINEAR_RESIDUAL:
             prepare(buffers_[op.in], nullptr, 0, op.weights, rows, nullptr, walk);
-            return add_to_residual(op, op.weights, rows, walk);
+            return add_to_residual(inputs_, op, op.weights, rows, walk);
         case Kind::GATED_MLP: {
             prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
-            const int panels = op.weights[0].panels;
-            phase(walk, panels, chunk_of(panels, 1), [&](Range mine) { gate_up(op, mine, rows, buffers_[op.hidden].data); });
-            prepare(buffers_[op.hidden], nullptr, 0, op.down, rows, nullptr, walk);
-            return add_to_residual(op, op.down, rows, walk);
+            const int pairs = (op.weights[0].panels + 1) / 2;
+            phase(walk, pairs, chunk_of(pairs, 1), [&](Range mine) { gate_up(op, mine, rows); });
+            return add_to_residual(hidden_, op, op.down, rows, walk);
         }
         case Kind::LOGITS: return logits(op, walk);
     }

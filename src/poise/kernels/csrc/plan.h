@@ -36,7 +36,7 @@ class Plan {
                        float eps, float q_scale, int out, int table);
     void attention(int q, int layer, int num_heads, int out, int table, int window);
     void linear_residual(int in, const Matrix& weight, int x, const float* post_norm, float eps, int product);
-    void gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int hidden, bool gelu,
+    void gated_mlp(int x, const float* norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, bool gelu,
                    const float* post_norm, int product);
     void logits(int x, const float* norm, float eps, const Matrix& output);
 
@@ -63,7 +63,7 @@ class Plan {
     enum class Kind { EMBED, NORM_LINEAR, ROPE_KV_WRITE, ATTENTION, LINEAR_RESIDUAL, GATED_MLP, LOGITS };
     struct Operation {
         Kind kind;
-        int in = -1, out = -1, hidden = -1, product = -1, layer = 0, num_heads = 0, rope = -1, table = 0;
+        int in = -1, out = -1, product = -1, layer = 0, num_heads = 0, rope = -1, table = 0;
         const float *norm = nullptr, *q_norm = nullptr, *k_norm = nullptr, *post_norm = nullptr;
         float eps = 0, q_scale = 0, scale = 1;
         bool gelu = false;
@@ -81,10 +81,14 @@ class Plan {
         float* angles;  // [max_rows][2 · num_pairs]
     };
     struct Worker {
-        float* row;        // one activation row
+        float* rows;       // a tile of normed rows
         float* attention;  // scratch of an attention item
         void* sampling;
         alignas(64) int64_t waited;  // ns of the last run, where it is profiled
+    };
+    struct Prepared {  // rows of activations, in tiles
+        size_t row_bytes = 0;
+        uint8_t* data = nullptr;
     };
     enum class Store { WRITE, ADD };
     struct alignas(64) Phase {
@@ -105,16 +109,17 @@ class Plan {
     int chunk_of(int count, int smallest) const;
     void run_operation(const Operation& op, Walk& walk);
     void prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk);
-    void multiply(const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk);
-    void multiply_panels(const Matrix& weight, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width);
-    void gate_up(const Operation& op, Range panels, int num_rows, float* out);
-    void add_to_residual(const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk);
+    void prepare_tile(Form form, const float* const* x, int cols, uint8_t* tile, int height);
+    void multiply(const Prepared* in, const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk);
+    void multiply_panels(const Prepared& in, const Matrix& weight, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width);
+    void gate_up(const Operation& op, Range panels, int num_rows);
+    void add_to_residual(const Prepared* in, const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk);
     int table_columns(const StepArrays& step) const { return step.table_stride / (int)attention_.size(); }
     void rope_kv(const Operation& op, Range heads);
     void attend(const Operation& op, Walk& walk);
     void count_part(const AttentionPlan& plan, const AttentionParams& params, int fold);
     void logits(const Operation& op, Walk& walk);
-    void reserve(const Matrix& weight);
+    void reserve(Prepared* in, const Matrix& weight);
 
     std::shared_ptr<Pool> pool_;
     const KernelTable* kernels_;
@@ -125,8 +130,7 @@ class Plan {
     std::vector<Buffer> buffers_;
     std::vector<Rope> ropes_;
     std::vector<Worker> workers_;
-    uint8_t* prepared_[NUM_FORMS] = {};
-    size_t prepared_row_[NUM_FORMS] = {};
+    Prepared inputs_[NUM_FORMS], hidden_[NUM_FORMS];  // of an operation, and between the two halves of a gated MLP
     int widest_ = 0, vocabulary_ = 0, num_heads_ = 0;
     float* logits_ = nullptr;
     bool ready_ = false, profiling_ = false;
