@@ -431,11 +431,17 @@ void Plan::attend(const Operation& op, Walk& walk) {
     const AttentionParams params{&kv_, op.layer, op.num_heads, op.table * table_columns(step_), plan.window,
                                  (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data, plan.shared_rows().data(), partials_.data()};
     const auto& items = plan.items();
-    phase(walk, (int)items.size(), 1, [&](Range i) {
-        const AttentionItem& item = items[items.size() - 1 - i.begin];
-        kernels_->attend(params, item, workers_[walk.worker].attention);
-        if (item.fold != NO_FOLD) count_part(plan, params, item.fold);
-        for (int r = 0; item.shared && r < item.num_rows; r++) count_part(plan, params, plan.shared_rows()[item.row + r].fold);
+    const int count = (int)items.size();
+    // The heads of a page lie side by side: where reading binds, a worker that takes them all reads on where the last one ended.
+    const bool reading_binds = step_.num_rows < 4 * step_.num_sequences, enough = count >= CHUNKS_PER_WORKER * pool_->size() * kv_.num_kv_heads;
+    const int chunk = reading_binds && enough ? kv_.num_kv_heads : 1;
+    phase(walk, count, chunk, [&](Range mine) {
+        for (int i = count - mine.end; i < count - mine.begin; i++) {  // the last ones, which are the longest, first
+            const AttentionItem& item = items[i];
+            kernels_->attend(params, item, workers_[walk.worker].attention);
+            if (item.fold != NO_FOLD) count_part(plan, params, item.fold);
+            for (int r = 0; item.shared && r < item.num_rows; r++) count_part(plan, params, plan.shared_rows()[item.row + r].fold);
+        }
     });
 }
 
