@@ -102,15 +102,21 @@ class KernelSteps:
         shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, blocks)
         self.backend = CPUBackend(shape, max_rows=CHUNK, threads=threads)
         family(config.architecture)(self.backend, config, Source(self.backend, checkpoint))
+        # Pages that were never written are all one page of zeros, which stays in the nearest cache.
+        for block in range(blocks):
+            self.backend.pages.fill(block, 0)
         self.vocab_size = config.vocab_size
         sampling = EngineSampling(SamplingParams(temperature=0), 0, 0, frozenset())
         self._greedy = SamplingState(sampling, config.vocab_size, 1)
 
     def step(self, part: Part) -> Step:
-        """Rows of random tokens; the KV before them is whatever earlier steps left: time does not depend on it."""
+        """Rows of random tokens; the KV before them is whatever earlier steps left: time does not depend on its values. A
+        sequence's blocks lie apart, as they do where sequences grow at the same time.
+        """
         source = np.random.default_rng(part.context)
         blocks = -(-part.context // BLOCK)
-        tables = np.arange(part.sequences * blocks, dtype=np.int32).reshape(-1, blocks)
+        ids = np.arange(part.sequences * blocks, dtype=np.int32)
+        tables = np.ascontiguousarray(ids.reshape(blocks, part.sequences).T)
         tables[:, : part.shared // BLOCK] = tables[0, : part.shared // BLOCK]
         positions = np.arange(part.context - part.rows, part.context, dtype=np.int32)
         starts = np.arange(0, part.sequences * part.rows + 1, part.rows, dtype=np.int32)
