@@ -36,7 +36,10 @@ template <int U, class Pair, class Tiles> __attribute__((noinline)) void scores(
         unrolled<U * TILES>([&](auto i) POISE_INLINE { acc[i / TILES][i % TILES] = zero(); });
         for (int k = 0; k < pairs; k++) {
             decltype(tiles.template key_pairs<Pair>(0, 0)) w[TILES];
-            unrolled<TILES>([&](auto t) POISE_INLINE { w[t] = tiles.template key_pairs<Pair>(first + t, k); });
+            unrolled<TILES>([&](auto t) POISE_INLINE {
+                w[t] = tiles.template key_pairs<Pair>(first + t, k);
+                tiles.ask_for_keys(first + t, (size_t)k * 32 * Tiles::VALUE_BYTES);
+            });
             unrolled<U * TILES>([&](auto i) POISE_INLINE {
                 acc[i / TILES][i % TILES] = dot_pair(acc[i / TILES][i % TILES], w[i % TILES], q[i / TILES] + k);
             });
@@ -59,7 +62,10 @@ void values(const Pair* const* p, const Tiles& tiles, int head_dim, int column, 
     for (int tile = 0; tile < 4; tile++)
         for (int k = 0; k < 8; k++) {
             decltype(tiles.template value_pairs<Pair>(0, 0, 0, 0)) w[WIDTH];
-            unrolled<WIDTH>([&](auto t) POISE_INLINE { w[t] = tiles.template value_pairs<Pair>(tile, k, head_dim, column + t * 16); });
+            unrolled<WIDTH>([&](auto t) POISE_INLINE {
+                w[t] = tiles.template value_pairs<Pair>(tile, k, head_dim, column + t * 16);
+                tiles.ask_for_values(tile, ((size_t)k * head_dim + column + t * 16) * 2 * Tiles::VALUE_BYTES);
+            });
             unrolled<U * WIDTH>([&](auto i) POISE_INLINE {
                 constexpr int u = i / WIDTH, t = i % WIDTH;
                 acc[u][t] = dot_pair(acc[u][t], w[t], p[u] + tile * 8 + k);
@@ -171,12 +177,19 @@ inline int row_of(const AttentionParams& params, const AttentionItem& item, int 
     return item.shared ? params.shared_rows[item.row + i].row : item.row + i;
 }
 
+// Where the first block starts of which an item's first row sees something.
+inline int first_block(const AttentionParams& params, const AttentionItem& item) {
+    const int split = item.first_split * SPLIT, visible = item.shared ? 0 : first_visible(item.position, params.window) / BLOCK * BLOCK;
+    return visible > split ? visible : split;
+}
+
 // Where the states of an item's row go.
 inline float* partial_of(const AttentionParams& params, const AttentionItem& item, int i) {
     return params.partials + (item.shared ? params.shared_rows[item.row + i].partial : item.partial + i * item.row_floats);
 }
 
-template <class Pair, class Tiles> void run_item(const AttentionParams& params, const AttentionItem& item, float* scratch) {
+template <class Pair, class Tiles>
+void run_item(const AttentionParams& params, const AttentionItem& item, const AttentionItem& next, float* scratch) {
     const KVLayout& kv = *params.kv;
     const int d = kv.head_dim, group = params.num_heads / kv.num_kv_heads, units = item.num_rows * group;
     const size_t state_floats = 2 * MAX_UNITS + (size_t)MAX_UNITS * d;
@@ -208,6 +221,12 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
                 }
                 const int tile = token / TILE, block = item.block_table[params.first_column + tile / tiles_per_page];
                 tiles.place(t, kv, block, params.layer, item.kv_head, tile % tiles_per_page, item.kv_length - token, tile_scratch);
+            }
+            if (start + BLOCK <= last) {
+                tiles.place_next(kv, item.block_table + params.first_column, params.layer, item.kv_head, start + BLOCK, item.kv_length);
+            } else {
+                const int next_start = first_block(params, next);
+                tiles.place_next(kv, next.block_table + params.first_column, params.layer, next.kv_head, next_start, next.kv_length);
             }
             // Units whose row sees this block: rows are in position order, so these are neighbours.
             const int first_row = start > item.position ? start - item.position : 0;
@@ -264,18 +283,21 @@ template <class Pair, class Tiles> void run_item(const AttentionParams& params, 
     }
 }
 
-template <class Pair> void run_item_of(const AttentionParams& params, const AttentionItem& item, float* scratch) {
-    if (params.kv->type == KV_BF16) return run_item<Pair, Bf16Tiles>(params, item, scratch);
+template <class Pair>
+void run_item_of(const AttentionParams& params, const AttentionItem& item, const AttentionItem& next, float* scratch) {
     const int units = item.num_rows * (params.num_heads / params.kv->num_kv_heads);
-    if (units > MICRO) run_item<Pair, WidenedTiles>(params, item, scratch);
-    else run_item<Pair, Int8Tiles>(params, item, scratch);
+    const bool is_int8 = params.kv->type == KV_INT8, reading_binds = units <= MICRO;
+    if (is_int8 && reading_binds) run_item<Pair, Int8Tiles>(params, item, next, scratch);
+    else if (is_int8) run_item<Pair, WidenedTiles>(params, item, next, scratch);
+    else if (reading_binds) run_item<Pair, Bf16Tiles<NextTiles>>(params, item, next, scratch);
+    else run_item<Pair, Bf16Tiles<NoNextTiles>>(params, item, next, scratch);
 }
 
 }  // namespace
 
-void attend(const AttentionParams& params, const AttentionItem& item, float* scratch) {
-    if (dot_bf16_in_attention) run_item_of<uint32_t>(params, item, scratch);
-    else run_item_of<FloatPair>(params, item, scratch);
+void attend(const AttentionParams& params, const AttentionItem& item, const AttentionItem& next, float* scratch) {
+    if (dot_bf16_in_attention) run_item_of<uint32_t>(params, item, next, scratch);
+    else run_item_of<FloatPair>(params, item, next, scratch);
 }
 
 // Folds the splits that several items left behind, ascending.

@@ -95,7 +95,8 @@ struct KernelTable {
     void (*rope_angles)(int32_t position, const float* inverse_frequencies, int num_pairs, float* out);
     // One head of one row: norm, rope, rounding. kind 0 q (bf16), 1 k, 2 v (to the slot of a block; int8 where `scale` is given).
     void (*rope_head)(const RopeParams& rope, int kind, const float* x, int row, void* out, float* scale, int slot_in_block);
-    void (*attend)(const AttentionParams& params, const AttentionItem& item, float* scratch);
+    // `next` is the item that the worker likely computes afterwards: what that reads may be asked for.
+    void (*attend)(const AttentionParams& params, const AttentionItem& item, const AttentionItem& next, float* scratch);
     void (*fold_partials)(const AttentionParams& params, const AttentionFold& fold);
     SampleRowFn sample_row;
     DotBF16 (*choose_dot_bf16)(DotBF16 most);

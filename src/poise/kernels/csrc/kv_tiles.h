@@ -21,8 +21,33 @@ inline Scratch carve_tiles(uint16_t* memory, int head_dim) {
     return {memory, memory + tile, memory + 2 * tile};
 }
 
+// Where the tiles of the block lie that comes next; they are asked for, row by row, while this one's are used. Blocks lie apart, and no
+// hardware prefetcher finds the next one.
+struct NextTiles {
+    const uint8_t *next_keys[4], *next_values[4];
+    // Those of the block at position `start` of an item.
+    void place_next(const KVLayout& kv, const int32_t* table, int layer, int head, int start, int kv_length) {
+        const int tiles_per_page = kv.block_size / TILE;
+        const size_t bytes = (size_t)TILE * kv.head_dim * (kv.type == KV_INT8 ? 1 : 2);
+        for (int t = 0; t < 4; t++) {
+            const int token = start + t * TILE < kv_length ? start + t * TILE : start, tile = token / TILE;
+            const int entry = table[tile / tiles_per_page], block = entry < 0 ? 0 : entry;  // none behind a window
+            next_keys[t] = kv.keys(block, layer, head) + tile % tiles_per_page * bytes;
+            next_values[t] = kv.values(block, layer, head) + tile % tiles_per_page * bytes;
+        }
+    }
+    void ask_for_keys(int t, size_t byte) const { prefetch_far(next_keys[t] + byte); }
+    void ask_for_values(int t, size_t byte) const { prefetch_far(next_values[t] + byte); }
+};
+struct NoNextTiles {
+    void place_next(const KVLayout&, const int32_t*, int, int, int, int) {}
+    void ask_for_keys(int, size_t) const {}
+    void ask_for_values(int, size_t) const {}
+};
+
 // Of tile t, pair k of 16 columns: of K along head_dim, of V along tokens.
 struct Bf16Values {
+    static constexpr int VALUE_BYTES = 2;
     const uint16_t *keys[4], *values[4];
     template <class Pair> Pairs key_pairs(int t, int k) const { return load_pairs(keys[t] + (size_t)k * 32); }
     template <class Pair> Pairs value_pairs(int t, int k, int head_dim, int column) const {
@@ -31,7 +56,7 @@ struct Bf16Values {
 };
 
 // `hide` makes a tile all zeros, `place` finds it in a page; `score` and `weight` apply the tokens' scales, where they have any.
-struct Bf16Tiles : Bf16Values {
+template <class Next> struct Bf16Tiles : Bf16Values, Next {
     F32 score(int, F32 s) const { return s; }
     F32 weight(int, F32 e) const { return e; }
 
@@ -64,7 +89,8 @@ struct Int8Scales {
 };
 
 // Widened by every reader: for few of them. What lies behind the last token is an integer, and so finite.
-struct Int8Tiles : Int8Scales {
+struct Int8Tiles : Int8Scales, NextTiles {
+    static constexpr int VALUE_BYTES = 1;
     const int8_t *keys[4], *values[4];
     template <class Pair> auto key_pairs(int t, int k) const {
         const int8_t* row = keys[t] + (size_t)k * 32;
@@ -87,7 +113,7 @@ struct Int8Tiles : Int8Scales {
 };
 
 // Widened once, into scratch, for many readers.
-struct WidenedTiles : Bf16Values, Int8Scales {
+struct WidenedTiles : Bf16Values, Int8Scales, NoNextTiles {
     void hide(int t, const Scratch& scratch) {
         keys[t] = values[t] = scratch.zero_tile;
         hide_scales(t, scratch);

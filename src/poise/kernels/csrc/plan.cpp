@@ -438,7 +438,9 @@ void Plan::attend(const Operation& op, Walk& walk) {
     phase(walk, count, chunk, [&](Range mine) {
         for (int i = count - mine.end; i < count - mine.begin; i++) {  // the last ones, which are the longest, first
             const AttentionItem& item = items[i];
-            kernels_->attend(params, item, workers_[walk.worker].attention);
+            const bool more = i + 1 < count - mine.begin;
+            const AttentionItem& next = items[more ? i + 1 : std::max(0, count - mine.end - chunk * pool_->size())];  // as it will mostly be
+            kernels_->attend(params, item, next, workers_[walk.worker].attention);
             if (item.fold != NO_FOLD) count_part(plan, params, item.fold);
             for (int r = 0; item.shared && r < item.num_rows; r++) count_part(plan, params, plan.shared_rows()[item.row + r].fold);
         }

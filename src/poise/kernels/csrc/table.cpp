@@ -16,7 +16,7 @@ void silu_mul(const float*, const float*, float*);
 void gelu_mul(const float*, const float*, float*);
 void rope_angles(int32_t, const float*, int, float*);
 void rope_head(const RopeParams&, int, const float*, int, void*, float*, int);
-void attend(const AttentionParams&, const AttentionItem&, float*);
+void attend(const AttentionParams&, const AttentionItem&, const AttentionItem&, float*);
 void fold_partials(const AttentionParams&, const AttentionFold&);
 DotBF16 choose_dot_bf16(DotBF16);
 uint32_t probe_read(const uint8_t*, size_t, size_t);
