@@ -29,6 +29,7 @@ class BlockPool:
         self.order = EvictionOrder(num_blocks)
         self._num_references = [0] * num_blocks
         self._blank = deque(range(num_blocks))
+        self.num_touched = 0  # pages from here on were never taken
 
     @property
     def num_free(self) -> int:
@@ -50,6 +51,8 @@ class BlockPool:
         """A free page for a tenant, whose it is from now on; its old content is the caller's to forget."""
         if self._blank:
             block_id = self._blank.popleft()
+            if block_id >= self.num_touched:
+                self.num_touched = block_id + 1
         else:
             block_id = self.order.victim(tenant)
             self.order.remove(block_id)

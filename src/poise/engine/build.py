@@ -197,6 +197,9 @@ def assemble_engine(
         if recording is not None:
             recording.close()
 
+    def on_idle() -> bool:
+        return loaded.pages_ahead.prepare(kv_cache.pool.num_touched)
+
     info = EngineInfo(
         model=source.served_name or checkpoint.name,
         max_model_len=loaded.max_model_len,
@@ -231,4 +234,5 @@ def assemble_engine(
             ("coupled", "rejection"),
         ),
         on_close=on_close,
+        on_idle=on_idle,
     )

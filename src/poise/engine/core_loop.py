@@ -163,6 +163,8 @@ class EngineLoop:
         is_checked = True  # nothing has run since the engine's books were checked
         while engine.failure is None:
             is_idle = False
+            while not self._has_work(engine) and engine.use_idle_moment():
+                pass
             with self._condition:
                 while not (self._has_work(engine) or is_idle):
                     is_idle = not self._condition.wait(None if is_checked else IDLE_SECONDS)

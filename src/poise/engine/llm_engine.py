@@ -111,6 +111,7 @@ class LLMEngine:
         clock: Clock,
         speculation: SpeculationOffer = NO_SPECULATION,
         on_close: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -120,6 +121,7 @@ class LLMEngine:
         self._scheduler = scheduler
         self._executor: Executor | None = executor
         self._on_close = on_close
+        self._on_idle = on_idle
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=info.vocab_size,
@@ -211,6 +213,11 @@ class LLMEngine:
             self.failure = "closed"
             self._on_close()
         self._executor = None
+        self._on_idle = lambda: False
+
+    def use_idle_moment(self) -> bool:
+        """Does some milliseconds of what is better done while nothing runs; returns whether more of it is left."""
+        return self._on_idle()
 
     def check_invariants(self) -> None:
         """Recounts queues and pages; an engine whose books are wrong is dead."""

@@ -6,8 +6,9 @@ Knows shapes and budgets, not requests. One page holds `block_size` tokens of th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from poise.config import CacheConfig, KVCacheDtype
 from poise.core.kv_cache_manager import KVCacheManager
@@ -24,6 +25,8 @@ from poise.models.cost import (
     layer_windows,
 )
 
+AHEAD_BYTES: Final = 512 << 20  # of pages that are ready for whoever comes next
+SLICE_BYTES: Final = 16 << 20  # some milliseconds' work
 SHARE_OF_MEMORY = 0.4  # of what cgroup and machine still allow, where no size was asked for
 
 
@@ -155,3 +158,28 @@ def draft_groups(config: ModelConfig, cache: CacheConfig, page_bytes: int) -> KV
                 places[layer] = (len(specs), place)
             specs.append(KVGroupSpec(f"draft {len(specs)}", len(members)))
     return KVGroups(max(spec.num_layers for spec in specs), tuple(specs), tuple(places))
+
+
+class PagesAhead:
+    """Has memory found for the next pages while nothing runs: else a step stands still while the system clears what it writes to
+    for the first time. Slice by slice, so that whoever comes waits for one slice at most.
+    """
+
+    def __init__(
+        self, populate: Callable[[int, int], None], num_blocks: int, page_bytes: int
+    ) -> None:
+        self._populate = populate
+        self._num_blocks = num_blocks
+        self._num_ahead = AHEAD_BYTES // page_bytes
+        self._slice = max(1, SLICE_BYTES // page_bytes)
+        self._num_ready = 0
+
+    def prepare(self, num_touched: int) -> bool:
+        """Does a slice, given that `num_touched` pages are or were in use; returns whether more is left to do."""
+        begin = max(self._num_ready, num_touched)
+        end = min(num_touched + self._num_ahead, self._num_blocks)
+        if begin < end:
+            count = min(self._slice, end - begin)
+            self._populate(begin, count)
+            self._num_ready = begin + count
+        return self._num_ready < end

@@ -21,7 +21,7 @@ from poise.core.output import Executor, KVGroupSpec, WorkDone
 from poise.core.step_time import StepCost
 from poise.errors import ConfigError
 from poise.executor.input_batch import InputBatch
-from poise.executor.kv_cache import KVCachePlan, plan_kv_cache
+from poise.executor.kv_cache import KVCachePlan, PagesAhead, plan_kv_cache
 from poise.executor.load_draft import load_drafter
 from poise.executor.model_runner import ModelRunner
 from poise.executor.step_cost import step_cost
@@ -55,6 +55,7 @@ class LoadedExecutor:
     work_done: Callable[[], WorkDone]
     rates: StoredRates | None  # of this machine, where they were measured
     step_cost: StepCost
+    pages_ahead: PagesAhead
     draft_seconds: Callable[[Sequence[int]], float] | None = (
         None  # of drafts of such lengths, where it makes any
     )
@@ -180,5 +181,6 @@ def load_executor(
         work_done=runner.work_done,
         rates=rates,
         step_cost=step_cost(config, backend.arena.used_bytes, threads, rates),
+        pages_ahead=PagesAhead(backend.pages.populate, kv_cache.num_blocks, kv_cache.page_bytes),
         draft_seconds=None if drafter is None else drafter.seconds,
     )

@@ -113,6 +113,11 @@ class Pages:
     def fill(self, block: int, byte: int) -> None:
         """Fills a page with a byte: tests poison recycled pages so."""
 
+    def populate(self, first: int, count: int) -> None:
+        """
+        Has the system find memory for these blocks now, not at their first write; changes no content.
+        """
+
     def view(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None))]:
         """uint8 [blocks, bytes per page]: the pages themselves."""
 

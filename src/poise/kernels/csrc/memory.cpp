@@ -24,6 +24,16 @@ Mapping::Mapping(size_t bytes, bool huge_pages) : size_(bytes) {
 #endif
 }
 
+void Mapping::populate(size_t offset, size_t bytes) {
+#ifdef __linux__
+    constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+    const size_t begin = offset & ~(size_t)4095;
+    if (offset + bytes <= size_) madvise(data_ + begin, offset + bytes - begin, POPULATE_WRITE);
+#else
+    (void)offset, (void)bytes;
+#endif
+}
+
 Mapping::Mapping(Mapping&& other) noexcept
     : base_(std::exchange(other.base_, nullptr)), mapped_(other.mapped_), data_(other.data_), size_(other.size_) {}
 

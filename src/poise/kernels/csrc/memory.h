@@ -16,6 +16,8 @@ class Mapping {
     Mapping& operator=(const Mapping&) = delete;
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
+    // Has the system find and clear memory for a part now, not at its first write; changes no content. Does nothing where it can't.
+    void populate(size_t offset, size_t bytes);
 
   private:
     void* base_ = nullptr;

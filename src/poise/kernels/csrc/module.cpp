@@ -193,6 +193,11 @@ NB_MODULE(_native, m) {
             if (block < 0 || block >= p.num_blocks) throw std::invalid_argument("no such block");
             std::memset(p.layout.base + (size_t)block * p.layout.page_bytes, byte, p.layout.page_bytes);
         }, "block"_a, "byte"_a, "Fills a page with a byte: tests poison recycled pages so.")
+        .def("populate", [](Pages& p, int first, int count) {
+            if (first < 0 || count < 0 || first + count > p.num_blocks) throw std::invalid_argument("no such blocks");
+            p.memory->populate((size_t)first * p.layout.page_bytes, (size_t)count * p.layout.page_bytes);
+        }, "first"_a, "count"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Has the system find memory for these blocks now, not at their first write; changes no content.")
         .def("view", [](nb::handle self) {
             Pages& p = nb::cast<Pages&>(self);
             const size_t shape[2] = {(size_t)p.num_blocks, p.layout.page_bytes};
