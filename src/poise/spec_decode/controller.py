@@ -11,6 +11,7 @@ drafts do not pay gets none, but for a probe once in a while.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -181,24 +182,33 @@ def best_lengths(
 ) -> list[int]:
     """The lengths of most expected tokens per second: drafts are added in the order of their survival, which is the order of gain
     where rows cost alike, and the best stop on the way is taken, if it is worth leaving the start. Whatever steps the cost takes on that way
-    (tiles, a first draft of the executor), the best stop is found.
+    (tiles, a first draft of the executor), the best stop is found, as long as more rows never take less time.
     """
+    lengths = [0] * len(candidates)
+    seconds = Seconds(candidates, shape, step_time, draft_seconds)
+    taken = seconds.of(lengths)
+    num_expected = float(max(shape.num_sampled, 1))
+    most = LEAST_GAIN * num_expected / taken
+    num_left = sum(map(sum, survivals))  # tokens that drafts not yet added are expected to become
+    if num_expected + num_left <= most * taken:
+        return lengths
     order = sorted(
         ((s, i) for i, values in enumerate(survivals) for s in values),
         key=lambda entry: -entry[0],
     )
-    lengths, best = [0] * len(candidates), [0] * len(candidates)
-    seconds = Seconds(candidates, shape, step_time, draft_seconds)
-    num_expected = float(max(shape.num_sampled, 1))
-    most = LEAST_GAIN * num_expected / seconds.of(lengths)
-    for survival, i in order:
+    best = 0
+    for place, (survival, i) in enumerate(order, 1):
+        if num_expected + num_left <= most * taken:  # not even if the others cost nothing
+            break
         lengths[i] += 1
         seconds.add_row(i, lengths[i])
+        taken = seconds.of(lengths)
         num_expected += survival
-        rate = num_expected / seconds.of(lengths)
-        if rate > most:
-            most, best = rate, list(lengths)
-    return best
+        num_left -= survival
+        if num_expected > most * taken:
+            most, best = num_expected / taken, place
+    chosen = Counter(i for _, i in order[:best])
+    return [chosen[i] for i in range(len(candidates))]
 
 
 class Seconds:
