@@ -108,5 +108,6 @@ class BlockPool:
             assert self.order.is_charged(block_id) != (block_id in blank), (
                 f"block {block_id}: whose?"
             )
+        assert blank.issuperset(range(self.num_touched, self.num_blocks)), "never taken, yet used"
         assert not uses, f"tables name pages that do not exist: {sorted(uses)}"
         self.order.check_invariants(is_leaf)

@@ -358,11 +358,28 @@ class Scheduler:
     def draft_counters(self) -> DraftCounters:
         return DraftCounters() if self._drafting is None else self._drafting.counters
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._kv_cache.pool.num_free
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """As they stand; `stats` has a copy."""
+        return self._counters
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_free_blocks=self._kv_cache.pool.num_free,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_free_blocks=self.num_free_blocks,
             num_total_blocks=self._kv_cache.pool.num_blocks,
             counters=replace(self._counters),
         )

@@ -7,8 +7,9 @@ a correction is the median of many ratios.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log2
@@ -85,6 +86,28 @@ def visible_keys(start: int, num_tokens: int, window: int | None) -> int:
     return visible_keys(start, ramp_end - start, None) + (end - ramp_end) * window
 
 
+class RunningMedian:
+    """The median of the last `window` values, of an even number the upper one in the middle."""
+
+    def __init__(self, window: int, values: Iterable[float] = ()) -> None:
+        self._window = window
+        self._values: deque[float] = deque()
+        self._in_order: list[float] = []
+        for value in values:
+            self.add(value)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> float:
+        """Takes a value; returns the median now."""
+        if len(self._values) == self._window:
+            del self._in_order[bisect_left(self._in_order, self._values.popleft())]
+        self._values.append(value)
+        insort(self._in_order, value)
+        return self._in_order[len(self._in_order) // 2]
+
+
 class StepTimeModel:
     """seconds = cost model · correction, the correction interpolated between the sizes that were seen.
 
@@ -104,11 +127,11 @@ class StepTimeModel:
             layers[group.sliding_window] = layers.get(group.sliding_window, 0) + group.num_layers
         self._layers = tuple(layers.items())
         self._full_layers = layers.get(None, 0)
-        self._ratios: dict[StepKind, dict[int, deque[float]]] = {kind: {} for kind in KINDS}
+        self._ratios: dict[StepKind, dict[int, RunningMedian]] = {kind: {} for kind in KINDS}
         self._medians: dict[StepKind, list[tuple[int, float]]] = {
             kind: sorted((fit or {}).get(kind, {}).items()) for kind in KINDS
         }
-        self._counted: dict[int, deque[float]] = {}  # ratios by number of rows
+        self._counted: dict[int, RunningMedian] = {}  # ratios by number of rows
         self._counted_medians: dict[int, float] = {}
         self.errors: deque[float] = deque(maxlen=NUM_ERRORS)
         self.num_observed = 0
@@ -223,17 +246,19 @@ class StepTimeModel:
         self.errors.append(ratio - 1)
         self.num_observed += 1
         if kind == "decode" and shape.num_tokens <= MOST_COUNTED_ROWS:
-            counted = self._counted.setdefault(shape.num_tokens, deque(maxlen=COUNTED_WINDOW))
-            counted.append(seconds / modelled)
+            counted = self._counted.get(shape.num_tokens)
+            if counted is None:
+                counted = self._counted[shape.num_tokens] = RunningMedian(COUNTED_WINDOW)
+            median = counted.add(seconds / modelled)
             if len(counted) >= LEAST_COUNTED:
-                self._counted_medians[shape.num_tokens] = sorted(counted)[len(counted) // 2]
+                self._counted_medians[shape.num_tokens] = median
         size = (shape.num_tokens - 1).bit_length()
+        medians = self._medians[kind]
+        place = bisect_left(medians, (size,))
+        known = place < len(medians) and medians[place][0] == size
         ratios = self._ratios[kind].get(size)
         if ratios is None:
-            known = [median for at, median in self._medians[kind] if at == size]
-            ratios = self._ratios[kind][size] = deque(known * NUM_VOTES_OF_A_FIT, maxlen=WINDOW)
-        ratios.append(seconds / modelled)
-        medians = dict(self._medians[kind])
-        medians[size] = sorted(ratios)[len(ratios) // 2]
-        self._medians[kind] = sorted(medians.items())
+            votes = [medians[place][1]] * NUM_VOTES_OF_A_FIT if known else []
+            ratios = self._ratios[kind][size] = RunningMedian(WINDOW, votes)
+        medians[place : place + known] = [(size, ratios.add(seconds / modelled))]
         return ratio

@@ -441,13 +441,14 @@ class LLMEngine:
         metrics.request_params_max_tokens.observe(request.max_tokens)
 
     def _update_gauges(self) -> None:
-        metrics, stats = self.metrics, self._scheduler.stats()
-        metrics.num_running = stats.num_running
-        metrics.num_waiting = stats.num_waiting
-        metrics.num_free_blocks = stats.num_free_blocks
-        metrics.prefix_cache_queries = stats.counters.num_prefix_query_tokens
-        metrics.prefix_cache_hits = stats.counters.num_prefix_hit_tokens
-        metrics.num_preemptions = stats.counters.num_preemptions
+        metrics, scheduler = self.metrics, self._scheduler
+        counters = scheduler.counters
+        metrics.num_running = scheduler.num_running
+        metrics.num_waiting = scheduler.num_waiting
+        metrics.num_free_blocks = scheduler.num_free_blocks
+        metrics.prefix_cache_queries = counters.num_prefix_query_tokens
+        metrics.prefix_cache_hits = counters.num_prefix_hit_tokens
+        metrics.num_preemptions = counters.num_preemptions
 
 
 def _describe(error: BaseException) -> str:

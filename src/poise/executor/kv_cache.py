@@ -26,7 +26,9 @@ from poise.models.cost import (
 )
 
 AHEAD_BYTES: Final = 512 << 20  # of pages that are ready for whoever comes next
-SLICE_BYTES: Final = 2 << 20  # a millisecond's work, or some on a machine that is new to the memory itself
+SLICE_BYTES: Final = (
+    2 << 20
+)  # a millisecond's work, or some on a machine that is new to the memory itself
 SHARE_OF_MEMORY = 0.4  # of what cgroup and machine still allow, where no size was asked for
 
 

@@ -328,6 +328,27 @@ def test_an_idle_engine_checks_its_books_once_and_stops_if_they_are_wrong(
     with_client(engine, body)
 
 
+def test_idle_moments_are_used_and_keep_nobody_waiting() -> None:
+    engine = make_engine()
+    num_moments = 0
+
+    def moment() -> bool:
+        nonlocal num_moments
+        num_moments += 1
+        return True  # there is always more to do
+
+    engine.use_idle_moment = moment  # type: ignore[method-assign]
+
+    async def body(client: InProcessClient) -> None:
+        for _ in range(3):
+            before = num_moments
+            await collect(client, request(max_tokens=2))
+            while num_moments == before:
+                await asyncio.sleep(0.001)
+
+    with_client(engine, body)
+
+
 def test_an_event_loop_that_goes_away_closes_the_engine() -> None:
     executor = GatedExecutor(b"x" * 100)
     engine = make_engine(executor)

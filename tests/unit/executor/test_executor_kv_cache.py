@@ -9,7 +9,7 @@ import pytest
 from poise.config import CacheConfig
 from poise.core.kv_cache_manager import KVCacheManager
 from poise.errors import ConfigError
-from poise.executor.kv_cache import plan_kv_cache
+from poise.executor.kv_cache import AHEAD_BYTES, SLICE_BYTES, PagesAhead, plan_kv_cache
 from poise.models.config import ModelConfig, RopeConfig
 from poise.models.cost import kv_groups, layer_windows
 
@@ -120,3 +120,30 @@ def test_the_longest_sequence_is_what_the_manager_would_take(num_pages):
     manager = KVCacheManager(plan.groups.specs, num_pages, 16, None)
     assert manager.num_blocks_needed(plan.num_tokens, CHUNK) <= num_pages
     assert manager.num_blocks_needed(plan.num_tokens + 1, CHUNK) > num_pages
+
+
+def test_pages_are_made_ready_ahead_of_use_slice_by_slice():
+    page_bytes = SLICE_BYTES // 4
+    ready: list[tuple[int, int]] = []
+    assert AHEAD_BYTES // page_bytes == 1024
+    ahead = PagesAhead(lambda first, count: ready.append((first, count)), 3000, page_bytes)
+    while ahead.prepare(0):
+        pass
+    assert ready == [(first, 4) for first in range(0, 1024, 4)]
+    ready.clear()
+    assert not ahead.prepare(3)  # as far as they go
+    assert ready == [(1024, 3)]
+    assert not ahead.prepare(3)
+    assert len(ready) == 1
+    assert ahead.prepare(2995)  # far beyond what was ready
+    assert not ahead.prepare(2995)
+    assert ready[1:] == [(2995, 4), (2999, 1)]
+    assert not ahead.prepare(3000)
+
+
+def test_a_page_larger_than_a_slice_is_made_ready_whole():
+    ready: list[tuple[int, int]] = []
+    ahead = PagesAhead(lambda first, count: ready.append((first, count)), 2, 2 * SLICE_BYTES)
+    assert ahead.prepare(0)
+    assert not ahead.prepare(0)
+    assert ready == [(0, 1), (1, 1)]

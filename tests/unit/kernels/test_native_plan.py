@@ -124,6 +124,19 @@ def test_geometry_that_pages_cannot_have_is_refused():
         native.Pages(1, 1, 16, 16, 1, "fp8")
 
 
+def test_memory_found_early_changes_no_page():
+    pages = native.Pages(2, 1, 64, 16, 100)
+    pages.fill(3, 0xAB)
+    pages.populate(1, 99)
+    pages.populate(0, 0)
+    view = pages.view()
+    assert (view[3] == 0xAB).all()
+    assert not view[[0, 1, 2, 4, 99]].any()
+    for first, count in ((-1, 1), (0, 101), (100, 1), (0, -1)):
+        with pytest.raises(ValueError, match="no such blocks"):
+            pages.populate(first, count)
+
+
 def test_an_unknown_variant_is_refused():
     with pytest.raises(ValueError, match="sse2"):
         backend("sse2", 1)
