@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from poise.core.sampling_params import SamplingParams
 from poise.core.speculation import Speculation
@@ -56,8 +56,7 @@ class NewRequest:
 NO_TOKEN: Final = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """Rows of one request in this step: `num_tokens` known tokens from absolute position `start`, then drafts.
 
         rows   | known tokens ......... | drafts ......... |

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from poise.core.output import TokenLogprobs
 from poise.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """What one step gave one request. `logprobs` go with `new_token_ids` where they were asked for.
 
     `prompt_logprobs` are for the prompt positions that follow those delivered before.

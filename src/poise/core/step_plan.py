@@ -6,7 +6,6 @@ Knows no queue and no policy. Invariant: what becomes the output is what was gra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from poise.core.kv_cache_manager import BlockIds
 from poise.core.output import NewRequest, ScheduledRequest, SchedulerOutput
@@ -73,8 +72,7 @@ class StepPlan:
         assert item.samples
         assert item.num_drafts == 0
         assert len(token_ids) in (0, num_drafts)
-        self.scheduled[request.request_id] = replace(
-            item,
+        self.scheduled[request.request_id] = item._replace(
             num_drafts=num_drafts,
             draft_token_ids=token_ids,
             draft_block_ids=block_ids,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from poise.core.output import TokenLogprobs
 from poise.core.request import NO_OWNER, RequestOwner
@@ -62,8 +62,7 @@ class RequestStats:
     num_accepted_tokens: int = 0  # of these, that became tokens of the answer
 
 
-@dataclass(frozen=True, slots=True)
-class RequestDelta:
+class RequestDelta(NamedTuple):
     """New output of a request: deltas of the choices that advanced in one step.
 
     `prompt_logprobs` comes once, in the first delta, when asked for: one entry per prompt token, None for the first.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from time import monotonic_ns
 from typing import Any
 
@@ -374,7 +373,7 @@ class LLMEngine:
             num_drafted_tokens=sum(request.num_drafted_tokens for request in requests),
             num_accepted_tokens=sum(request.num_accepted_tokens for request in requests),
         )
-        return replace(delta, stats=stats)
+        return delta._replace(stats=stats)
 
     def timeline(self, request_id: str) -> list[dict[str, Any]]:
         """What happened to a request, under its caller's id: see `KeptTimelines.events`."""

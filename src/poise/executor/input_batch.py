@@ -57,8 +57,7 @@ class DraftRows(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class LogitRow:
+class LogitRow(NamedTuple):
     """What one row of logits is for: drawing a token, or scoring a prompt token.
 
     `place`: 0 for the row of the last known token, j for that of draft j − 1, whose draw counts only if all drafts up

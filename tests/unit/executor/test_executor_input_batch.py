@@ -152,7 +152,7 @@ def test_tables_of_two_groups_lie_side_by_side():
     first = replace(new(1, range(40), []), block_tables=((3, 6), (-1, 9)))
     built = build(batch, output([rows(1, 16, 16)], [first]))
     assert built.step.block_tables.tolist() == [[3, 6, -1, 9]]
-    grown = replace(rows(1, 32, 8), new_block_ids=((1,), (2,)))
+    grown = rows(1, 32, 8)._replace(new_block_ids=((1,), (2,)))
     other = replace(new(2, [5], []), block_tables=((4,), (8,)))
     built = build(batch, output([grown, rows(2, 0, 1)], [other]))
     tables = built.step.block_tables
