@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import msgspec
@@ -48,6 +48,7 @@ RECORDS = Path(__file__).parents[1] / "docs" / "records"
 CHUNK = 512  # rows of a step, as `poise serve` has it
 BLOCK = 16
 MAX_SEQUENCES = 32
+SETTLING_SECONDS = 5  # an idle server has memory found for its pages at first
 MAX_CONTEXT = 2304
 
 
@@ -203,6 +204,7 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
         model_path=lambda name: str(resolve_model(name, offline=True)),
     )
     with server.running() as target:
+        sleep(SETTLING_SECONDS)
         for workload in arguments.workload:
             _, tokens, parts = WORKLOADS[workload]
             probe = RateProbe(kernels.backend.arena.used_bytes, arguments.threads)

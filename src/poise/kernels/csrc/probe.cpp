@@ -60,7 +60,8 @@ uint32_t int8_rounds(int64_t rounds, const uint8_t* operands) {
 }
 
 template <class Pair> uint32_t bf16_rounds(int64_t rounds, const uint8_t* operands, const Pair* pair) {
-    F32 acc[CHAINS] = {};
+    F32 acc[CHAINS];
+    unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = set1((float)i); });  // chains that began alike could be computed once
     const Pairs w = load_pairs((const uint16_t*)operands);
     for (int64_t round = 0; round < rounds; round++) unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = dot_pair(acc[i], w, pair); });
     return folded(acc);
@@ -79,7 +80,8 @@ uint32_t probe_products(ProductKind kind, int64_t rounds, const uint8_t* operand
         *operations = rounds * CHAINS * 64;
         return dot_bf16_in_products ? bf16_rounds(rounds, operands, (const uint32_t*)operands) : bf16_rounds(rounds, operands, &wide);
     }
-    F32 acc[CHAINS] = {};
+    F32 acc[CHAINS];
+    unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = set1((float)i); });
     const F32 w = load((const float*)operands);
     for (int64_t round = 0; round < rounds; round++)
         unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = fma(w, w, acc[i]); });
