@@ -46,7 +46,9 @@ def load_drafter(
     )
     family(config.architecture)(backend, config, Source(backend, draft))
     times = StepTimeModel(step_cost(config, backend.arena.used_bytes, threads, rates))
-    return ModelDrafter(backend, batch, times, has_own_kv=kv_cache.draft is not None)
+    drafter = ModelDrafter(backend, batch, times, has_own_kv=kv_cache.draft is not None)
+    drafter.probe()
+    return drafter
 
 
 def check_vocabulary(target: Tokenizer, draft: Checkpoint, vocab_size: int) -> None:

@@ -16,6 +16,7 @@ from poise.core.output import ScheduledRequest, SchedulerOutput
 from poise.core.step_time import StepShape, StepTimeModel
 from poise.executor.input_batch import DraftRows, InputBatch
 from poise.kernels.cpu.backend import CPUBackend
+from poise.kernels.ops import Step
 from poise.sampling.rows import OK, token_ids
 
 
@@ -30,6 +31,19 @@ class ModelDrafter:
         self._times = times
         self._has_own_kv = has_own_kv
         self.num_bytes = backend.arena.used_bytes
+
+    def probe(self) -> None:
+        """Learns what a draft takes from two steps of one row, the first of which finds the weights cold. For a time when no
+        request has pages: a guess that is too high would never be put right, since nothing would be drafted.
+        """
+        first = np.zeros(1, np.int32)
+        tables = np.zeros((1, self._backend.kv.num_groups), np.int32)
+        step = Step(first, first, np.array([0, 1], np.int32), tables, first)
+        for _ in range(2):
+            begin = monotonic()
+            self._backend.run(step)
+            seconds = monotonic() - begin
+        self._times.observe(StepShape(1, 0, 0, 1), seconds)
 
     def draft(self, output: SchedulerOutput) -> float:
         """Places the drafts that the scheduler left to the executor behind the known tokens, one place of all
