@@ -14,6 +14,7 @@ from poise.core.drafting import Draft, DraftRoom
 from poise.core.request import Request
 from poise.core.step_time import StepShape, StepTimeModel
 from poise.errors import ConfigError
+from poise.executor import load, step_cost
 from tiny_models import TinyModel, byte_tokens, write_gguf
 
 MODELS = {
@@ -197,6 +198,22 @@ def test_answers_are_the_same_bytes_where_the_model_drafts_itself(
         assert 0.2 < counters.num_accepted_tokens / counters.num_draft_tokens < 1
         assert generate(cramped, {**speculative, "adaptive": True}) == expected
         assert generate(cramped, {"method": "ngram", "prompt_lookup_min": 1}) == expected
+
+
+@pytest.mark.parametrize("method", ["self", "draft_model"])
+def test_what_a_draft_takes_is_measured_where_nobody_knows_the_machine(
+    roomy: tuple[LLM, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(load, "stored_rates", lambda *machine: None)
+    for guess in ("GUESSED_READ_BYTES", "GUESSED_OPERATIONS"):
+        monkeypatch.setattr(step_cost, guess, 1.0)  # a draft would take hours
+    _, options = roomy
+    config = {"method": method, **({"model": options["model"]} if method == "draft_model" else {})}
+    with LLM(**options, max_model_len=96, speculative_config=config) as llm:
+        drafting = llm._engine._scheduler._drafting
+        assert drafting is not None
+        controller = drafting.drafter._controller  # type: ignore[attr-defined]
+        assert 0 < controller._draft_seconds([1]) < 60
 
 
 @pytest.mark.parametrize("k", [1, 4])
