@@ -37,6 +37,9 @@ class _Pages:
     def fill(self, block: int, byte: int) -> None:
         self._reference.fill(block, byte)
 
+    def populate(self, first: int, count: int) -> None:
+        """They are in memory from the start."""
+
 
 class TapeBackend:
     """`Ops` and `run`, as `kernels/cpu/backend.py::CPUBackend` has them."""
