@@ -1,4 +1,4 @@
-// AVX-512 for the variant sources on a CPU that lacks it: SIMDe's emulation, what SIMDe 0.7.4 lacks or rounds twice, and the two
+// AVX-512 for the variant sources on a CPU that lacks it: SIMDe's emulation, what SIMDe 0.7.4 lacks or rounds twice, and the
 // instructions that bytes.h writes as inline assembly. Force-included; slow; for tests alone.
 #pragma once
 #define SIMDE_ENABLE_NATIVE_ALIASES
@@ -88,6 +88,21 @@ inline __m512 vdpbf16ps(__m512 acc, __m512i w, const void* pair) {
     return a.floats;
 }
 
+// Nearest even, denormals to zero, NaN quiet.
+inline __m256i vcvtneps2bf16(__m512 x) {
+    const Vector u = of(x);
+    uint16_t t[16];
+    for (int j = 0; j < 16; j++) {
+        const uint32_t bits = u.u32[j], magnitude = bits & 0x7fffffff;
+        if (magnitude > 0x7f800000) t[j] = (uint16_t)((bits >> 16) | 0x40);
+        else if (magnitude < 0x00800000) t[j] = (uint16_t)((bits >> 16) & 0x8000);
+        else t[j] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    }
+    __m256i r;
+    memcpy(&r, t, 32);
+    return r;
+}
+
 }  // namespace emulated
 
 #undef _mm512_cmplt_epi32_mask
@@ -105,3 +120,4 @@ inline __m512 vdpbf16ps(__m512 acc, __m512i w, const void* pair) {
 
 #define POISE_VPDPBUSD(acc, w, q) acc = emulated::vpdpbusd(acc, w, q)
 #define POISE_VDPBF16PS(acc, w, pair) acc = emulated::vdpbf16ps(acc, w, pair)
+#define POISE_VCVTNEPS2BF16(rounded, x) rounded = emulated::vcvtneps2bf16(x)
