@@ -1,6 +1,7 @@
 // AVX-512 for the variant sources on a CPU that lacks it: SIMDe's emulation, what SIMDe 0.7.4 lacks or rounds twice, and the
 // instructions that bytes.h writes as inline assembly. Force-included; slow; for tests alone.
 #pragma once
+#define POISE_EMULATED
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <immintrin.h>
 #include <simde/x86/avx512.h>

@@ -88,7 +88,7 @@ inline F32 minimum(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 rint(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline I32 to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
-inline float lane0(F32 a) { return _mm512_cvtss_f32(a.v); }
+inline float lane0(F32 a) { return _mm_cvtss_f32(_mm512_castps512_ps128(a.v)); }
 inline I32 bits(F32 a) { return {_mm512_castps_si512(a.v)}; }
 inline F32 from_bits(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline I32 load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
