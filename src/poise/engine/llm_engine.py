@@ -15,7 +15,7 @@ from time import monotonic_ns
 from typing import Any
 
 from poise.core.clock import Clock
-from poise.core.output import Executor, SchedulerOutput, TokenLogprobs
+from poise.core.output import Executor, SchedulerOutput
 from poise.core.request import Request
 from poise.core.scheduler import Scheduler
 from poise.core.scheduler_records import RequestUpdate
@@ -27,6 +27,7 @@ from poise.engine.input_processor import InputProcessor
 from poise.engine.metrics import EngineMetrics
 from poise.engine.output_processor import ChoiceOutput
 from poise.engine.profile import EngineProfile, ProfilingExecutor, StepTimes
+from poise.engine.request_state import Choice, RequestState
 from poise.engine.timelines import KeptTimelines
 from poise.errors import EngineDeadError, InvalidRequestError
 from poise.executor.profile import ExecutorProfile
@@ -39,56 +40,6 @@ NO_SPECULATION = SpeculationOffer(methods=(), acceptances=())
 
 EngineOutput = tuple[int, RequestDelta]
 """The caller's key of a request, and what is new for it."""
-
-
-class _Choice:
-    """One choice: its request in the scheduler and its output."""
-
-    __slots__ = ("last_token_time", "output", "owner", "request")
-
-    def __init__(self, owner: _RequestState, request: Request, output: ChoiceOutput) -> None:
-        self.owner = owner
-        self.request = request
-        self.output = output
-        self.last_token_time: float | None = None
-
-
-class _RequestState:
-    """A request with its choices, from add to the last delta."""
-
-    def __init__(self, key: int, request: EngineRequest, arrival_time: float) -> None:
-        self.key = key
-        self.request = request
-        self.arrival_time = arrival_time
-        self.choices: list[_Choice] = []
-        self.num_unfinished = request.params.n
-        self.deltas: list[ChoiceDelta] = []  # not handed out yet
-        wants_prompt_logprobs = request.params.prompt_logprobs is not None
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
-            [None] if wants_prompt_logprobs else None
-        )
-
-    def take_delta(self) -> RequestDelta | None:
-        """What may be handed out now. Prompt logprobs go with the first delta, so it waits until
-        they are complete.
-        """
-        if not self.deltas:
-            return None
-        prompt_logprobs = self.prompt_logprobs
-        if prompt_logprobs is not None:
-            complete = len(prompt_logprobs) == len(self.request.prompt_token_ids)
-            if not complete and not self.choices[0].output.finished:
-                return None
-            self.prompt_logprobs = None
-            if not complete:
-                prompt_logprobs = None
-        deltas, self.deltas = tuple(self.deltas), []
-        return RequestDelta(
-            request_id=self.request.request_id,
-            choices=deltas,
-            num_cached_tokens=self.choices[0].request.num_cached_tokens,
-            prompt_logprobs=prompt_logprobs,
-        )
 
 
 class LLMEngine:
@@ -128,9 +79,9 @@ class LLMEngine:
             speculation=speculation,
         )
         self._choice_ids = itertools.count()
-        self._requests: dict[int, _RequestState] = {}
-        self._choices: dict[int, _Choice] = {}  # unfinished ones, by the scheduler's request id
-        self._touched: dict[int, _RequestState] = {}  # those with something to hand out
+        self._requests: dict[int, RequestState] = {}
+        self._choices: dict[int, Choice] = {}  # unfinished ones, by the scheduler's request id
+        self._touched: dict[int, RequestState] = {}  # those with something to hand out
         self._num_consecutive_failures = 0
         self._profile: EngineProfile | None = None
         self._timelines = KeptTimelines()
@@ -147,7 +98,7 @@ class LLMEngine:
         if self.failure is not None:
             raise EngineDeadError(f"engine failed: {self.failure}")
         arrival_time = self.clock.now() if arrival_time is None else arrival_time
-        state = _RequestState(key, request, arrival_time)
+        state = RequestState(key, request, arrival_time)
         samplings = self._inputs.process(request)
         for sampling in samplings:
             max_tokens = sampling.params.max_tokens
@@ -161,7 +112,7 @@ class LLMEngine:
                 request.owner,
             )
             output = ChoiceOutput(sampling.choice, sampling.params, self.tokenizer)
-            state.choices.append(_Choice(state, core_request, output))
+            state.choices.append(Choice(state, core_request, output))
         self._scheduler.add(*(choice.request for choice in state.choices))
         self._choices.update((choice.request.request_id, choice) for choice in state.choices)
         self._requests[key] = state
@@ -338,16 +289,16 @@ class LLMEngine:
             self._scheduler.end_at(request.request_id, choice.output.num_tokens)  # a stop string
         self._hand_over(choice, delta)
 
-    def _end(self, choice: _Choice, reason: str, stop_reason: str | None = None) -> None:
+    def _end(self, choice: Choice, reason: str, stop_reason: str | None = None) -> None:
         """Ends a choice from our side; does nothing if it has finished."""
         if not choice.output.finished:
             self._scheduler.abort((choice.request.request_id,), reason)
             self._close_choice(choice, reason, stop_reason)
 
-    def _close_choice(self, choice: _Choice, reason: str, stop_reason: str | None) -> None:
+    def _close_choice(self, choice: Choice, reason: str, stop_reason: str | None) -> None:
         self._hand_over(choice, choice.output.end(reason, stop_reason))
 
-    def _hand_over(self, choice: _Choice, delta: ChoiceDelta) -> None:
+    def _hand_over(self, choice: Choice, delta: ChoiceDelta) -> None:
         state = choice.owner
         state.deltas.append(delta)
         self._touched[state.key] = state
@@ -356,7 +307,7 @@ class LLMEngine:
             state.num_unfinished -= 1
             self._count_finished(choice, delta.finish_reason)
 
-    def _finish_request(self, state: _RequestState, delta: RequestDelta | None) -> RequestDelta:
+    def _finish_request(self, state: RequestState, delta: RequestDelta | None) -> RequestDelta:
         assert delta is not None, "the delta that finishes a request was handed out already"
         requests = [choice.request for choice in state.choices]
         now = self.clock.now()
@@ -401,7 +352,7 @@ class LLMEngine:
 
     # --- counting ---------------------------------------------------------------------------------
 
-    def _count_tokens(self, choice: _Choice, num_tokens: int, now: float) -> None:
+    def _count_tokens(self, choice: Choice, num_tokens: int, now: float) -> None:
         if num_tokens == 0:
             return
         metrics, request = self.metrics, choice.request
@@ -414,7 +365,7 @@ class LLMEngine:
         metrics.generation_tokens += num_tokens
         choice.last_token_time = now
 
-    def _count_finished(self, choice: _Choice, reason: str) -> None:
+    def _count_finished(self, choice: Choice, reason: str) -> None:
         """Counts every end by its reason; latencies and sizes only of answers that came to their
         own end.
         """
