@@ -331,8 +331,9 @@ void fold_partials(const AttentionParams& params, const AttentionFold& fold_of) 
 namespace {
 
 #if defined(POISE_AVX512)
-// Compares vdpbf16ps with the two-fma form on pseudo-random lanes; bits must agree for the instruction to be used.
-bool dot_bf16_is_exact() {
+// Compares vdpbf16ps with the two-fma form, and vcvtneps2bf16 with to_bf16, on pseudo-random lanes; bits must agree for the
+// instructions to be used.
+bool bf16_is_exact() {
     uint64_t state = 0x9e3779b97f4a7c15ull;
     const auto next = [&]() -> uint32_t {
         state = state * 6364136223846793005ull + 1442695040888963407ull;
@@ -353,6 +354,12 @@ bool dot_bf16_is_exact() {
         store(x, dot_pair(load(acc), load_pairs((const uint16_t*)w), a));
         store(y, dot_pair(load(acc), load_pairs((const uint16_t*)w), &wide));
         if (memcmp(x, y, 64)) return false;
+        uint32_t any[16], rounded[8];  // any bits: also NaN, infinities and denormals
+        uint16_t expected[16];
+        for (int j = 0; j < 16; j++) any[j] = next() ^ (uint32_t)(state >> (j % 32));
+        store_rounded(rounded, 0, from_bits(load_i((const int32_t*)any)));
+        store_low_u16(expected, to_bf16(from_bits(load_i((const int32_t*)any))));
+        if (memcmp(rounded, expected, 32)) return false;
     }
     return true;
 }
@@ -388,7 +395,7 @@ template <class Pair> uint64_t ticks_of(const Pair* pair) {
 DotBF16 choose_dot_bf16(DotBF16 most) {
     dot_bf16_in_products = dot_bf16_in_attention = false;
 #if defined(POISE_AVX512)
-    if (most == DotBF16::NOWHERE || !dot_bf16_is_exact()) return DotBF16::NOWHERE;
+    if (most == DotBF16::NOWHERE || !bf16_is_exact()) return DotBF16::NOWHERE;
     const uint32_t pair = 0;
     const FloatPair wide = {0, 0};
     dot_bf16_in_products = true;

@@ -10,7 +10,6 @@ namespace poise {
 namespace {
 
 constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the panels keeps in cache
-constexpr int PREPARED_COLUMNS = 512;      // of a tile, written row by row while they lie in the nearest cache
 
 constexpr int PHASES_PER_OPERATION = 5;
 constexpr int CHUNKS_PER_WORKER = 6;
@@ -293,10 +292,7 @@ void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::ve
 
 // A tile of rows of `cols` activations; null: a row of padding.
 void Plan::prepare_tile(Form form, const float* const* x, int cols, uint8_t* tile, int height) {
-    for (int column = 0; column < cols; column += PREPARED_COLUMNS)
-        for (int i = 0; i < height; i++)
-            kernels_->prepare_row(form, x[i] ? x[i] + column : nullptr, std::min(PREPARED_COLUMNS, cols - column),
-                                  tile + prepared_row_bytes(form, column) * height, height, i);
+    for (int i = 0; i < height; i++) kernels_->prepare_row(form, x[i], cols, tile, height, i);
 }
 
 namespace {
