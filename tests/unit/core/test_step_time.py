@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.core.output import KVGroupSpec, ScheduledRequest
-from poise.core.step_time import StepCost, StepShape, StepTimeModel
+from poise.core.step_time import RunningMedian, StepCost, StepShape, StepTimeModel
 
 COST = StepCost(per_step=10e-3, per_token=1e-3, per_key=1e-6, per_sampled=1e-4)
 
@@ -119,3 +119,15 @@ def test_the_scheduler_teaches_its_model() -> None:
     fit = harness.scheduler.step_time.fit
     expected = 0.3 / COST.seconds(StepShape(0, 9, 45, 1))
     assert fit == {"decode": {}, "prefill": {4: pytest.approx(expected)}}
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.floats(0, 8).map(lambda x: round(x, 1)), min_size=1, max_size=40),
+)
+def test_a_running_median_is_that_of_the_last_values(window: int, values: list[float]) -> None:
+    median = RunningMedian(window, values[:3])
+    for end in range(min(3, len(values)) + 1, len(values) + 1):
+        last = values[max(0, end - window) : end]
+        assert median.add(values[end - 1]) == sorted(last)[len(last) // 2]
+        assert len(median) == len(last)
