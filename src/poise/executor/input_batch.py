@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from poise.kernels.ops import Step
 from poise.sampling.rows import (
     NO_LOGPROBS,
     RESULT_TYPE,
+    ROW_TYPE,
     Records,
     SamplingRows,
     SamplingState,
@@ -38,6 +40,7 @@ class RequestState:
     num_prompt: int
     block_tables: Int32s  # [KV groups, blocks]
     num_blocks: int
+    tables_version: int  # a number for each content that the block tables of any request ever had
     sampling: SamplingState
     wants_logprobs: bool
     prompt_logprobs: (
@@ -72,11 +75,15 @@ class LogitRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step ready to run; `logit_rows[i]` tells what sampling record and result `i` are for."""
+    """A step ready to run; `logit_rows[i]` tells what sampling record and result `i` are for.
+
+    `result_bytes` are the `results` as the native side fills them.
+    """
 
     step: Step
     logit_rows: list[LogitRow]
     sampling: NDArray[np.uint8]
+    result_bytes: NDArray[np.uint8]
     results: Records
 
 
@@ -110,6 +117,12 @@ class InputBatch:
         self._draft_groups = slice(num_groups - num_draft_groups, num_groups)
         self._rows = SamplingRows(max_rows)
         self._results: Records = np.zeros(max_rows, RESULT_TYPE)
+        # Made once: with its data gone cold in a step, each of numpy's calls costs microseconds.
+        self._sampling_bytes = self._rows.records.view(np.uint8)
+        self._result_bytes = self._results.view(np.uint8)
+        self._versions = count()
+        self._versions_in_place = [-1] * max_num_seqs  # which content each row of block tables has
+        self._last_tables: tuple[tuple[int, slice, int], Int32s] | None = None
 
     def __getitem__(self, request_id: int) -> RequestState:
         return self._states[request_id]
@@ -143,7 +156,7 @@ class InputBatch:
             else:
                 self._token_ids[row:end] = state.tokens[start:last]
                 self._positions[row:end] = self._counting[start:last]
-            self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
+            self._place_tables(i, state)
             most_blocks = max(most_blocks, state.num_blocks)
             if state.prompt_logprobs is not None:
                 for position in range(start, min(last, state.num_prompt - 1)):
@@ -167,8 +180,9 @@ class InputBatch:
                     logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
             row = end
             self._query_start[i + 1] = row
-        count = len(output.scheduled)
-        return self._batch(count, row, most_blocks, logit_indices, logit_rows, self._groups)
+        return self._batch(
+            len(output.scheduled), row, most_blocks, logit_indices, logit_rows, self._groups
+        )
 
     def build_drafts(
         self, requests: Sequence[DraftRows], *, own_groups: bool, draws: bool
@@ -183,7 +197,7 @@ class InputBatch:
             end = row + last - start
             self._token_ids[row:end] = state.tokens[start:last]
             self._positions[row:end] = self._counting[start:last]
-            self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
+            self._place_tables(i, state)
             most_blocks = max(most_blocks, state.num_blocks)
             if draws:
                 place = last - state.num_known
@@ -196,29 +210,48 @@ class InputBatch:
         groups = self._draft_groups if own_groups else self._groups
         return self._batch(len(requests), row, most_blocks, logit_indices, logit_rows, groups)
 
+    def _place_tables(self, i: int, state: RequestState) -> None:
+        """Makes the block tables of sequence `i` those of a request, unless they are already."""
+        if self._versions_in_place[i] != state.tables_version:
+            self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
+            self._versions_in_place[i] = state.tables_version
+            self._last_tables = None
+
+    def _tables(self, num_sequences: int, groups: slice, most_blocks: int) -> Int32s:
+        """int32 [count, groups · most_blocks]; the last step's, if nothing has moved."""
+        shape = (num_sequences, groups, most_blocks)
+        if self._last_tables is None or self._last_tables[0] != shape:
+            tables = np.ascontiguousarray(self._block_tables[:num_sequences, groups, :most_blocks])
+            self._last_tables = (
+                shape,
+                tables.reshape(num_sequences, tables.shape[1] * most_blocks),
+            )
+        return self._last_tables[1]
+
     def _batch(
         self,
-        count: int,
+        num_sequences: int,
         num_rows: int,
         most_blocks: int,
         logit_indices: list[int],
         logit_rows: list[LogitRow],
         groups: slice,
     ) -> Batch:
-        """What the arrays hold for `count` requests; the block tables are those of some KV groups."""
-        tables = np.ascontiguousarray(self._block_tables[:count, groups, :most_blocks])
+        """What the arrays hold for so many requests; the block tables are those of some KV groups."""
+        num_logit_rows = len(logit_rows)
         step = Step(
             token_ids=self._token_ids[:num_rows],
             positions=self._positions[:num_rows],
-            query_start=self._query_start[: count + 1],
-            block_tables=tables.reshape(count, tables.shape[1] * most_blocks),
+            query_start=self._query_start[: num_sequences + 1],
+            block_tables=self._tables(num_sequences, groups, most_blocks),
             logit_rows=np.array(logit_indices, dtype=np.int32),
         )
         return Batch(
             step,
             logit_rows,
-            self._rows.records[: len(logit_rows)].view(np.uint8),
-            self._results[: len(logit_rows)],
+            self._sampling_bytes[: num_logit_rows * ROW_TYPE.itemsize],
+            self._result_bytes[: num_logit_rows * RESULT_TYPE.itemsize],
+            self._results[:num_logit_rows],
         )
 
     def append(self, request_id: int, token_id: int) -> None:
@@ -239,6 +272,7 @@ class InputBatch:
     def _trim(self, request_id: int, num_computed: int) -> None:
         state = self._states[request_id]
         state.num_blocks = -(-num_computed // self._block_size)
+        state.tables_version = next(self._versions)
         if state.draft_end is not None:
             state.draft_end = min(state.draft_end, num_computed)
 
@@ -256,6 +290,7 @@ class InputBatch:
             num_prompt=new.num_prompt_tokens,
             block_tables=tables,
             num_blocks=num_blocks,
+            tables_version=next(self._versions),
             sampling=SamplingState(new.sampling, self._vocab_size, new.num_prompt_tokens),
             wants_logprobs=params.logprobs is not None,
             prompt_logprobs=params.prompt_logprobs,
@@ -269,3 +304,4 @@ class InputBatch:
                 end = state.num_blocks + num_new
                 state.block_tables[:, state.num_blocks : end] = block_ids
                 state.num_blocks = end
+                state.tables_version = next(self._versions)

@@ -118,7 +118,7 @@ class ModelDrafter:
         """One step of the plan; the token behind each request's rows, if it `draws`."""
         begin = monotonic()
         batch = self._batch.build_drafts(rows, own_groups=self._has_own_kv, draws=draws)
-        self._backend.run(batch.step, batch.sampling, batch.results.view(np.uint8))
+        self._backend.run(batch.step, batch.sampling, batch.result_bytes)
         num_rows, num_drawn = len(batch.step.token_ids), len(batch.logit_rows)
         shape = StepShape(num_drawn, num_rows - num_drawn, 0, num_drawn)
         self._times.observe(shape, monotonic() - begin)

@@ -49,7 +49,8 @@ class ModelRunner:
         self._backend.run(step, sampling, results)
         end = monotonic_ns()
         self._native_nanoseconds += end - begin
-        spared_keys = self._backend.spared_keys
+        alone = len(step.query_start) == 2
+        spared_keys = () if alone else self._backend.spared_keys
         self._work.add(step, spared_keys)
         if self._profile is not None:
             plan = self._backend.plan
@@ -69,15 +70,14 @@ class ModelRunner:
             return ModelRunnerOutput(token_ids={})
         draft_seconds = self._drafter.draft(output) if self._drafter is not None else 0.0
         batch = self._batch.build(output)
-        results = batch.results
-        self._run(batch.step, batch.sampling, results.view(np.uint8))
+        self._run(batch.step, batch.sampling, batch.result_bytes)
         drawn: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         broken: set[int] = set()
-        statuses: list[int] = results["status"].tolist()
+        statuses: list[int] = batch.results["status"].tolist()
         counts = True  # of a row behind a draft: the draft was drawn
-        for i, (row, token_id) in enumerate(zip(batch.logit_rows, token_ids(results))):
+        for i, (row, token_id) in enumerate(zip(batch.logit_rows, token_ids(batch.results))):
             if row.place and not counts:
                 continue
             counts = statuses[i] == OK and token_id == row.draft
@@ -92,9 +92,11 @@ class ModelRunner:
                 drawn.setdefault(row.request_id, []).append(token_id)
                 self._batch.append(row.request_id, token_id)
                 if self._batch[row.request_id].wants_logprobs:
-                    logprobs.setdefault(row.request_id, []).append(token_logprobs(results, i))
+                    logprobs.setdefault(row.request_id, []).append(token_logprobs(batch.results, i))
             else:
-                prompt_logprobs.setdefault(row.request_id, []).append(token_logprobs(results, i))
+                prompt_logprobs.setdefault(row.request_id, []).append(
+                    token_logprobs(batch.results, i)
+                )
         for request_id in broken:
             drawn.pop(request_id, None)
         for scheduled in output.scheduled:

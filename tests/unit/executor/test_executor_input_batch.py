@@ -77,6 +77,15 @@ def test_block_tables_grow_and_rows_of_shorter_ones_stay_in_range(batch):
     assert built.step.block_tables.tolist() == [[3, 6, 1]]
 
 
+def test_tables_of_the_last_step_are_not_kept_where_other_pages_took_their_place(batch):
+    built = build(batch, output([rows(1, 0, 2)], [new(1, range(40), [3])]))
+    assert built.step.block_tables.tolist() == [[3]]
+    built = build(batch, output([rows(1, 0, 2)], [new(1, range(40), [9])], removed=[1]))
+    assert built.step.block_tables.tolist() == [[9]]
+    built = build(batch, output([rows(2, 0, 2)], [new(2, range(40), [3])], removed=[1]))
+    assert built.step.block_tables.tolist() == [[3]]
+
+
 def test_a_start_that_jumps_over_blocks_found_in_the_cache(batch):
     """The first chunk was computed; then the next blocks turned out to be known, and `start` skips them."""
     build(batch, output([rows(1, 0, 16)], [new(1, range(60), [2])]))

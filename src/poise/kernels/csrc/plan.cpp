@@ -202,21 +202,22 @@ void Plan::run(const StepArrays& step) {
             for (int form = 0; form < NUM_FORMS; form++)
                 if (prepared[form].row_bytes) prepared[form].data = arena_.allocate(prepared[form].row_bytes * (max_rows_ + MAX_TILE));
         workers_.clear();
-        for (int i = 0; i < pool_->size(); i++)
-            workers_.push_back({(float*)arena_.allocate(sizeof(float) * MAX_TILE * widest_),
-                                (float*)arena_.allocate(sizeof(float) * attention_scratch_floats(kv_.head_dim)),
-                                vocabulary_ ? arena_.allocate(sampling_scratch_bytes(vocabulary_)) : nullptr,
-                                0});
+        for (int i = 0; i < pool_->size(); i++) {
+            Worker& worker = workers_.emplace_back();
+            worker.rows = (float*)arena_.allocate(sizeof(float) * MAX_TILE * widest_);
+            worker.attention = (float*)arena_.allocate(sizeof(float) * attention_scratch_floats(kv_.head_dim));
+            if (vocabulary_) worker.sampling = arena_.allocate(sampling_scratch_bytes(vocabulary_));
+            for (int form = 0; form < NUM_FORMS; form++)
+                if (inputs_[form].row_bytes) worker.inputs[form] = {inputs_[form].row_bytes, arena_.allocate(inputs_[form].row_bytes * MAX_TILE)};
+        }
         if (vocabulary_) logits_ = (float*)arena_.allocate(sizeof(float) * (size_t)logit_tile_ * (vocabulary_ + 16));
         num_phases_ = 1 + PHASES_PER_OPERATION * operations_.size() + 3 * (max_rows_ / logit_tile_ + 1);
-        phases_ = std::make_unique<Phase[]>(num_phases_);
+        counters_ = std::make_unique<Counter[]>(num_phases_ * (1 + pool_->size()));
+        num_phases_used_ = 0;
         ready_ = true;
     }
     step_ = step;
-    for (size_t i = 0; i < num_phases_; i++) {
-        phases_[i].next.store(0, std::memory_order_relaxed);
-        phases_[i].done.store(0, std::memory_order_relaxed);
-    }
+    for (size_t i = 0; i < num_phases_used_ * (1 + pool_->size()); i++) counters_[i].value.store(0, std::memory_order_relaxed);
     plan_attention(step);
     auto task = [this](int worker) { work(worker); };
     pool_->run(task);
@@ -237,6 +238,7 @@ void Plan::work(int worker) {
         run_operation(op, walk);
         if (stamped) times_.push_back(now_ns());
     }
+    if (worker == 0) num_phases_used_ = walk.phase;
 }
 
 std::vector<int64_t> Plan::waits() const {
@@ -255,39 +257,56 @@ std::vector<std::string> Plan::operation_names() const {
 // Chunks of [0, count): enough for the workers to even out, but not below `smallest`.
 int Plan::chunk_of(int count, int smallest) const { return std::max(smallest, count / (CHUNKS_PER_WORKER * pool_->size())); }
 
-template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f) {
-    Phase& state = phases_[walk.phase++];
-    const uint32_t chunks = (count + chunk - 1) / chunk;
+// Each worker takes the chunks of its own share (what the neighbouring phases gave it lies near), then what is left of the others'.
+template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f, Order order) {
+    const int workers = pool_->size();
+    Counter* counters = &counters_[(size_t)walk.phase++ * (1 + workers)];
+    const uint32_t chunks = (count + chunk - 1) / chunk, share = (chunks + workers - 1) / workers;
     uint32_t finished = 0;
-    for (uint32_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < chunks; finished++)
-        f(Range{(int)i * chunk, std::min(count, (int)(i + 1) * chunk)});
-    if (finished && state.done.fetch_add(finished, std::memory_order_acq_rel) + finished == chunks) state.done.notify_all();
+    for (int turn = 0; turn < workers; turn++) {
+        const int owner = (walk.worker + turn) % workers;
+        const uint32_t begin = owner * share, end = std::min(chunks, begin + share);
+        if (begin >= end) continue;
+        auto& taken = counters[1 + owner].value;
+        if (turn && taken.load(std::memory_order_relaxed) >= end - begin) continue;
+        for (uint32_t k; (k = taken.fetch_add(1, std::memory_order_relaxed)) < end - begin; finished++) {
+            const int first = (int)(order == Order::FORWARD ? begin + k : end - 1 - k) * chunk;
+            f(Range{first, std::min(count, first + chunk)});
+        }
+    }
+    auto& done = counters[0].value;
+    if (finished && done.fetch_add(finished, std::memory_order_acq_rel) + finished == chunks) done.notify_all();
     const int64_t begin = profiling_ ? now_ns() : 0;
-    Pool::wait_until(state.done, chunks);
+    Pool::wait_until(done, chunks);
     if (profiling_) workers_[walk.worker].waited += now_ns() - begin;
 }
 
-// Norms (where there is one) and prepares rows in every form that the weights need. `rows` null: all rows in order.
-void Plan::prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk) {
-    const int cols = weights[0].cols, full = kernels_->max_tile;
+// Norms (where there is one) and prepares rows in every form that the weights need; returns where they lie. `rows` null: all rows in
+// order. A single tile is prepared by every worker for itself: that takes no longer, and nobody waits for it.
+const Plan::Prepared* Plan::prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk) {
+    const int cols = weights[0].cols, full = kernels_->max_tile, tiles = (num_rows + full - 1) / full;
     bool wanted[NUM_FORMS] = {};
     for (const auto& w : weights) wanted[w.form] = true;
-    const int tiles = (num_rows + full - 1) / full;
-    phase(walk, tiles, chunk_of(tiles, 1), [&](Range mine) {  // rows of a tile share cache lines: whole tiles to a worker
+    Worker& worker = workers_[walk.worker];
+    const Prepared* out = tiles == 1 ? worker.inputs : inputs_;
+    const auto prepare_tiles = [&](Range mine) {
         for (int t = mine.begin; t < mine.end; t++) {
             const int begin = t * full, height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
             const float* x[MAX_TILE] = {};  // null: a row of padding
             for (int i = 0; i < used; i++) {
                 x[i] = in.data + (size_t)(rows ? rows[begin + i] : begin + i) * in.width;
                 if (!norm) continue;
-                float* normed = workers_[walk.worker].rows + (size_t)i * cols;
+                float* normed = worker.rows + (size_t)i * cols;
                 kernels_->rms_norm(x[i], norm, eps, cols, normed);
                 x[i] = normed;
             }
             for (int f = 0; f < NUM_FORMS; f++)
-                if (wanted[f]) prepare_tile((Form)f, x, cols, inputs_[f].data + (size_t)begin * prepared_row_bytes((Form)f, cols), height);
+                if (wanted[f]) prepare_tile((Form)f, x, cols, out[f].data + (size_t)begin * prepared_row_bytes((Form)f, cols), height);
         }
-    });
+    };
+    if (tiles == 1) prepare_tiles({0, 1});
+    else phase(walk, tiles, chunk_of(tiles, 1), prepare_tiles);  // rows of a tile share cache lines: whole tiles to a worker
+    return out;
 }
 
 // A tile of rows of `cols` activations; null: a row of padding.
@@ -351,7 +370,7 @@ void Plan::multiply(const Prepared* in, const std::vector<Matrix>& weights, cons
 }
 
 // Panels `pairs.begin` · 2 … of gate and up: 32 columns at a time, all that a group of the down matrix's input needs.
-void Plan::gate_up(const Operation& op, Range pairs, int num_rows) {
+void Plan::gate_up(const Prepared* in, const Operation& op, Range pairs, int num_rows) {
     const Matrix &gate = op.weights[0], &up = op.weights[1];
     const auto activate = op.gelu ? kernels_->gelu_mul : kernels_->silu_mul;
     const int full = kernels_->max_tile;
@@ -369,8 +388,8 @@ void Plan::gate_up(const Operation& op, Range pairs, int num_rows) {
                 const float* x[MAX_TILE] = {};
                 for (int half = 0; half < width; half += 16) {
                     const int panel = (column + half) / 16;
-                    kernels_->gemm(gate, panel, inputs_[gate.form].data + begin * gate_row, height, g);
-                    kernels_->gemm(up, panel, inputs_[up.form].data + begin * up_row, height, u);
+                    kernels_->gemm(gate, panel, in[gate.form].data + begin * gate_row, height, g);
+                    kernels_->gemm(up, panel, in[up.form].data + begin * up_row, height, u);
                     for (int m = 0; m < used; m++) activate(g + m * 16, u + m * 16, h[m] + half);
                 }
                 for (int m = 0; m < used; m++) x[m] = h[m];
@@ -431,16 +450,16 @@ void Plan::attend(const Operation& op, Walk& walk) {
     // The heads of a page lie side by side: where reading binds, a worker that takes them all reads on where the last one ended.
     const bool reading_binds = step_.num_rows < 4 * step_.num_sequences, enough = count >= CHUNKS_PER_WORKER * pool_->size() * kv_.num_kv_heads;
     const int chunk = reading_binds && enough ? kv_.num_kv_heads : 1;
-    phase(walk, count, chunk, [&](Range mine) {
-        for (int i = count - mine.end; i < count - mine.begin; i++) {  // the last ones, which are the longest, first
+    const auto attend_items = [&](Range mine) {
+        for (int i = mine.begin; i < mine.end; i++) {
             const AttentionItem& item = items[i];
-            const bool more = i + 1 < count - mine.begin;
-            const AttentionItem& next = items[more ? i + 1 : std::max(0, count - mine.end - chunk * pool_->size())];  // as it will mostly be
+            const AttentionItem& next = items[i + 1 < mine.end ? i + 1 : std::max(0, mine.begin - chunk)];  // as it will mostly be
             kernels_->attend(params, item, next, workers_[walk.worker].attention);
             if (item.fold != NO_FOLD) count_part(plan, params, item.fold);
             for (int r = 0; item.shared && r < item.num_rows; r++) count_part(plan, params, plan.shared_rows()[item.row + r].fold);
         }
-    });
+    };
+    phase(walk, count, chunk, attend_items, Order::BACKWARD);  // the last items of a sequence are the longest
 }
 
 // Folds what has all its parts: the worker that brought the last one sees what the others wrote.
@@ -455,8 +474,8 @@ void Plan::logits(const Operation& op, Walk& walk) {
     const Matrix& w = op.weights[0];
     for (int begin = 0; begin < step_.num_logit_rows; begin += logit_tile_) {
         const int n = std::min(logit_tile_, step_.num_logit_rows - begin);
-        prepare(buffers_[op.in], op.norm, op.eps, op.weights, n, step_.logit_rows + begin, walk);
-        multiply(inputs_, op.weights, {}, n, Store::WRITE, logits_, w.rows, walk);
+        const Prepared* in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, n, step_.logit_rows + begin, walk);
+        multiply(in, op.weights, {}, n, Store::WRITE, logits_, w.rows, walk);
         phase(walk, n, 1, [&](Range i) {
             const float* row = logits_ + (size_t)i.begin * w.rows;
             const int at = begin + i.begin;
@@ -468,6 +487,7 @@ void Plan::logits(const Operation& op, Walk& walk) {
 
 void Plan::run_operation(const Operation& op, Walk& walk) {
     const int rows = step_.num_rows;
+    const Prepared* in;
     switch (op.kind) {
         case Kind::EMBED:
             return phase(walk, rows, chunk_of(rows, 1), [&](Range mine) {
@@ -480,20 +500,20 @@ void Plan::run_operation(const Operation& op, Walk& walk) {
                 }
             });
         case Kind::NORM_LINEAR:
-            prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
-            return multiply(inputs_, op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
+            in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
+            return multiply(in, op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
         case Kind::ROPE_KV_WRITE: {
             const int count = rows * (op.num_heads + 2 * kv_.num_kv_heads);
             return phase(walk, count, chunk_of(count, 8), [&](Range mine) { rope_kv(op, mine); });
         }
         case Kind::ATTENTION: return attend(op, walk);
         case Kind::LINEAR_RESIDUAL:
-            prepare(buffers_[op.in], nullptr, 0, op.weights, rows, nullptr, walk);
-            return add_to_residual(inputs_, op, op.weights, rows, walk);
+            in = prepare(buffers_[op.in], nullptr, 0, op.weights, rows, nullptr, walk);
+            return add_to_residual(in, op, op.weights, rows, walk);
         case Kind::GATED_MLP: {
-            prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
+            in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
             const int pairs = (op.weights[0].panels + 1) / 2;
-            phase(walk, pairs, chunk_of(pairs, 1), [&](Range mine) { gate_up(op, mine, rows); });
+            phase(walk, pairs, chunk_of(pairs, 1), [&](Range mine) { gate_up(in, op, mine, rows); });
             return add_to_residual(hidden_, op, op.down, rows, walk);
         }
         case Kind::LOGITS: return logits(op, walk);

@@ -1,6 +1,6 @@
 // A model recorded as a flat list of operations, replayed by all workers once per step. Row count, positions and block tables
-// come from the step, so one plan serves every batch. An operation is one or more phases; a phase is cut into chunks that
-// workers take as they come, and ends when its chunks are done: a worker that lost its core holds up nobody but its chunk.
+// come from the step, so one plan serves every batch. An operation is one or more phases; a phase is cut into chunks, of which
+// workers take their own share first, and ends when all are done: a worker that lost its core holds up no more than one chunk.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -80,19 +80,21 @@ class Plan {
         int num_pairs;
         float* angles;  // [max_rows][2 · num_pairs]
     };
-    struct Worker {
-        float* rows;       // a tile of normed rows
-        float* attention;  // scratch of an attention item
-        void* sampling;
-        alignas(64) int64_t waited;  // ns of the last run, where it is profiled
-    };
     struct Prepared {  // rows of activations, in tiles
         size_t row_bytes = 0;
         uint8_t* data = nullptr;
     };
+    struct Worker {
+        float* rows = nullptr;       // a tile of normed rows
+        Prepared inputs[NUM_FORMS];  // of an operation, where they are a single tile
+        float* attention = nullptr;  // scratch of an attention item
+        void* sampling = nullptr;
+        alignas(64) int64_t waited = 0;  // ns of the last run, where it is profiled
+    };
     enum class Store { WRITE, ADD };
-    struct alignas(64) Phase {
-        std::atomic<uint32_t> next{0}, done{0};
+    enum class Order { FORWARD, BACKWARD };
+    struct alignas(64) Counter {
+        std::atomic<uint32_t> value{0};
     };
     struct Range {
         int begin, end;
@@ -105,14 +107,14 @@ class Plan {
     void check_blocks(const StepArrays& step, int sequence, int table) const;
     void plan_attention(const StepArrays& step);
     void work(int worker);
-    template <class F> void phase(Walk& walk, int count, int chunk, F f);
+    template <class F> void phase(Walk& walk, int count, int chunk, F f, Order order = Order::FORWARD);
     int chunk_of(int count, int smallest) const;
     void run_operation(const Operation& op, Walk& walk);
-    void prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk);
+    const Prepared* prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk);
     void prepare_tile(Form form, const float* const* x, int cols, uint8_t* tile, int height);
     void multiply(const Prepared* in, const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk);
     void multiply_panels(const Prepared& in, const Matrix& weight, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width);
-    void gate_up(const Operation& op, Range panels, int num_rows);
+    void gate_up(const Prepared* in, const Operation& op, Range pairs, int num_rows);
     void add_to_residual(const Prepared* in, const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk);
     int table_columns(const StepArrays& step) const { return step.table_stride / (int)attention_.size(); }
     void rope_kv(const Operation& op, Range heads);
@@ -142,8 +144,8 @@ class Plan {
     std::vector<float> partials_;           // one layer's are folded before the next layer writes its own
     std::unique_ptr<std::atomic<int>[]> arrived_;  // parts of each fold of a layer, 0 between layers; whoever brings the last one folds
     size_t num_arrived_ = 0;
-    std::unique_ptr<Phase[]> phases_;
-    size_t num_phases_ = 0;
+    std::unique_ptr<Counter[]> counters_;  // of each phase: chunks done, then chunks taken of each worker's own
+    size_t num_phases_ = 0, num_phases_used_ = 0;
 };
 
 }  // namespace poise
