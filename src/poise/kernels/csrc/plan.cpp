@@ -282,7 +282,8 @@ template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f, Order
 }
 
 // Norms (where there is one) and prepares rows in every form that the weights need; returns where they lie. `rows` null: all rows in
-// order. A single tile is prepared by every worker for itself: that takes no longer, and nobody waits for it.
+// order. A single tile is prepared by every worker for itself: that takes no longer, and nobody waits for it. One that comes late may
+// read rows that are being written again; then no chunk of the product is left to it, and what it prepared is not used.
 const Plan::Prepared* Plan::prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk) {
     const int cols = weights[0].cols, full = kernels_->max_tile, tiles = (num_rows + full - 1) / full;
     bool wanted[NUM_FORMS] = {};
