@@ -271,9 +271,10 @@ template <class W> void bf16_groups(const Matrix& w, int p, const uint8_t* tile,
     }
 }
 
+// (A plain loop over the sums would keep them in memory, and write each after each pair.)
 template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
     F32 acc[MR];
-    for (int m = 0; m < MR; m++) acc[m] = zero();
+    unrolled<MR>([&](auto m) POISE_INLINE { acc[m] = zero(); });
     const uint32_t* pair = (const uint32_t*)tile;
     for (int k = 0; k < cols; k += 2) {
         prefetch(panel + PREFETCH);
@@ -289,12 +290,12 @@ template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, 
         panel += 64;
         pair += MR;
     }
-    for (int m = 0; m < MR; m++) store(out + 16 * m, acc[m]);
+    unrolled<MR>([&](auto m) POISE_INLINE { store(out + 16 * m, acc[m]); });
 }
 
 template <Format F, int MR> void float_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
     F32 acc[MR];
-    for (int m = 0; m < MR; m++) acc[m] = zero();
+    unrolled<MR>([&](auto m) POISE_INLINE { acc[m] = zero(); });
     const float* a = (const float*)tile;
     for (int k = 0; k < cols; k++) {
         prefetch(panel + PREFETCH);
@@ -303,7 +304,7 @@ template <Format F, int MR> void float_tile(const uint8_t* panel, int cols, cons
         panel += F == F16 ? 32 : 64;
         a += MR;
     }
-    for (int m = 0; m < MR; m++) store(out + 16 * m, acc[m]);
+    unrolled<MR>([&](auto m) POISE_INLINE { store(out + 16 * m, acc[m]); });
 }
 
 template <int MR> void tile_of(const Matrix& w, int p, const uint8_t* tile, float* out) {
