@@ -139,7 +139,7 @@ def foreign_rows(record: dict[str, Any]) -> Iterator[str]:
 def shapes_rows(record: dict[str, Any]) -> Iterator[str]:
     yield (
         "Random weights in the shape of known models, one file for both servers, one request at a time. The share is of the bound that the "
-        "bytes of the source file set on decode at the rate at which this machine reads around the run; resident memory holds the KV cache."
+        "bytes of the source file set on decode at this machine's rate of reading; resident memory holds the KV cache."
     )
     yield ""
     yield from head(

@@ -3,9 +3,8 @@
     python benchmarks/real_shapes.py llama-3.2-1b:Q4_K_M qwen3-4b:Q4_K_M --folder shapes
 
 For each shape both servers are started, and the same requests (one at a time) go to each in turn, the order turned round from one
-repetition to the next. Decode is 1 / TPOT, prefill the prompt's tokens / TTFT. The bound on a run's decode is the bytes of the source
-file that a token needs ÷ the rate at which this machine reads memory, the better of two probes: right before the run and right behind
-it, as a virtual machine's rate can double within seconds. A share above one is a fault of the probe.
+repetition to the next. Decode is 1 / TPOT, prefill the prompt's tokens / TTFT. The bound on decode is the bytes of the source file
+that a token needs ÷ the rate at which this machine reads memory, probed between the runs; a share above one is a fault of the probe.
 """
 
 from __future__ import annotations
@@ -141,13 +140,15 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
             targets.append(stack.enter_context(each.running()))
         for repetition in range(arguments.repeat):
             for target in targets if repetition % 2 == 0 else reversed(targets):
-                before = probe.measure()
-                this = run(target, arguments, arguments.seed + repetition)
-                this["read_bytes_per_second"] = max(before, probe.measure())
-                runs.append(this)
+                probe.measure()
+                runs.append(run(target, arguments, arguments.seed + repetition))
         for each, target in zip(contestants, targets, strict=True):
             memory[each.name] = memory_of_listener(target.base_url)
-    rows = {name: summary(name, runs, memory, needed) for name in arguments.servers}
+    rates = probe.rates()
+    rows = {
+        name: summary(name, runs, memory, needed, rates.read.bytes_per_second)
+        for name in arguments.servers
+    }
     result = {
         "file_bytes": path.stat().st_size,
         "bytes_per_token": needed,
@@ -157,24 +158,23 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "servers": rows,
         "commands": {each.name: each.facts for each in contestants},
         "runs": runs,
-        "machine": probe.rates().as_dict(),
+        "machine": rates.as_dict(),
     }
     show(shape, result)
     return result
 
 
 def summary(
-    name: str, runs: Sequence[dict[str, Any]], memory: dict[str, Any], needed: int
+    name: str, runs: Sequence[dict[str, Any]], memory: dict[str, Any], needed: int, rate: float
 ) -> dict[str, Any]:
     """Medians of a server's runs."""
     own = [each for each in runs if each["server"] == name and not each["reasons"]]
-    for each in own:
-        each["roofline_share"] = each["decode"] * needed / each["read_bytes_per_second"]
     middle = {
         key: sorted(each[key] for each in own)[len(own) // 2] if own else None
-        for key in ("decode", "prefill", "roofline_share")
+        for key in ("decode", "prefill")
     }
-    return {**middle, **memory[name]}
+    share = middle["decode"] and middle["decode"] * needed / rate
+    return {**middle, "roofline_share": share, **memory[name]}
 
 
 def show(shape: str, result: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ class InputBatch:
             self._last_tables = None
 
     def _tables(self, num_sequences: int, groups: slice, most_blocks: int) -> Int32s:
-        """int32 [count, groups · most_blocks]; the last step's, if nothing has moved."""
+        """int32 [num_sequences, groups · most_blocks]; the last step's, if nothing has moved."""
         shape = (num_sequences, groups, most_blocks)
         if self._last_tables is None or self._last_tables[0] != shape:
             tables = np.ascontiguousarray(self._block_tables[:num_sequences, groups, :most_blocks])
@@ -272,7 +272,6 @@ class InputBatch:
     def _trim(self, request_id: int, num_computed: int) -> None:
         state = self._states[request_id]
         state.num_blocks = -(-num_computed // self._block_size)
-        state.tables_version = next(self._versions)
         if state.draft_end is not None:
             state.draft_end = min(state.draft_end, num_computed)
 

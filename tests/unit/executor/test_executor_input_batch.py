@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scheduler_outputs import new, output, rows
 
-from poise.core.output import SchedulerOutput
+from poise.core.output import ScheduledRequest, SchedulerOutput
 from poise.executor.input_batch import Batch, InputBatch, LogitRow
 from poise.sampling.rows import ROW_TYPE
 
@@ -84,6 +84,18 @@ def test_tables_of_the_last_step_are_not_kept_where_other_pages_took_their_place
     assert built.step.block_tables.tolist() == [[9]]
     built = build(batch, output([rows(2, 0, 2)], [new(2, range(40), [3])], removed=[1]))
     assert built.step.block_tables.tolist() == [[3]]
+
+
+def test_pages_of_drafts_give_way_to_others(batch):
+    prompt = list(range(16))
+
+    def drafted(page):
+        return ScheduledRequest(1, 15, 1, ((),), True, 1, (7,), ((page,),))
+
+    build(batch, output([rows(1, 0, 15)], [new(1, prompt, [3])]))
+    assert build(batch, output([drafted(5)])).step.block_tables.tolist() == [[3, 5]]
+    batch.undo(drafted(5))
+    assert build(batch, output([drafted(8)])).step.block_tables.tolist() == [[3, 8]]
 
 
 def test_a_start_that_jumps_over_blocks_found_in_the_cache(batch):

@@ -58,20 +58,17 @@ class RateProbe:
         self._seconds: dict[tuple[int, bool, int], float] = {}
         self._products: dict[str, float] = {}
 
-    def measure(self) -> float:
-        """One try of everything; the best of all tries count. Returns bytes per second of this try's fastest read."""
-        fastest = 0.0
+    def measure(self) -> None:
+        """One try of everything; the best of all tries count."""
         for threads, pool in self._pools.items():
             for huge_pages, buffer in self._buffers.items():
                 for ahead in AHEAD:
                     seconds = native.probe_read(pool, self._isa, buffer, ahead)
                     key = (threads, huge_pages, ahead)
                     self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
-                    fastest = max(fastest, buffer.nbytes / seconds)
         for kind in PRODUCTS:
             rate = native.probe_products(self._pools[self._threads], self._isa, kind, ROUNDS)
             self._products[kind] = max(rate, self._products.get(kind, 0.0))
-        return fastest
 
     def rates(self) -> MachineRates:
         """The best of the tries so far; at least one must have been made."""

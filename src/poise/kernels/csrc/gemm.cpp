@@ -271,7 +271,7 @@ template <class W> void bf16_groups(const Matrix& w, int p, const uint8_t* tile,
     }
 }
 
-// (A plain loop over the sums would keep them in memory, and write each after each pair.)
+// `unrolled`, as a plain loop over the sums would keep them in memory and write each after each pair.
 template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, const uint8_t* tile, float* out) {
     F32 acc[MR];
     unrolled<MR>([&](auto m) POISE_INLINE { acc[m] = zero(); });

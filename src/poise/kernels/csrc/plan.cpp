@@ -488,7 +488,7 @@ void Plan::logits(const Operation& op, Walk& walk) {
 
 void Plan::run_operation(const Operation& op, Walk& walk) {
     const int rows = step_.num_rows;
-    const Prepared* in;
+    const auto prepared = [&] { return prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk); };
     switch (op.kind) {
         case Kind::EMBED:
             return phase(walk, rows, chunk_of(rows, 1), [&](Range mine) {
@@ -500,19 +500,15 @@ void Plan::run_operation(const Operation& op, Walk& walk) {
                         for (int j = 0; j < width; j++) x[j] *= op.scale;
                 }
             });
-        case Kind::NORM_LINEAR:
-            in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
-            return multiply(in, op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
+        case Kind::NORM_LINEAR: return multiply(prepared(), op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
         case Kind::ROPE_KV_WRITE: {
             const int count = rows * (op.num_heads + 2 * kv_.num_kv_heads);
             return phase(walk, count, chunk_of(count, 8), [&](Range mine) { rope_kv(op, mine); });
         }
         case Kind::ATTENTION: return attend(op, walk);
-        case Kind::LINEAR_RESIDUAL:
-            in = prepare(buffers_[op.in], nullptr, 0, op.weights, rows, nullptr, walk);
-            return add_to_residual(in, op, op.weights, rows, walk);
+        case Kind::LINEAR_RESIDUAL: return add_to_residual(prepared(), op, op.weights, rows, walk);
         case Kind::GATED_MLP: {
-            in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk);
+            const Prepared* in = prepared();
             const int pairs = (op.weights[0].panels + 1) / 2;
             phase(walk, pairs, chunk_of(pairs, 1), [&](Range mine) { gate_up(in, op, mine, rows); });
             return add_to_residual(hidden_, op, op.down, rows, walk);
