@@ -33,6 +33,8 @@ STEPS = 8  # of a turn; of a prompt's chunk, which takes long, 2
 PARTS = (
     *(Part(1, sequences, 1, 144) for sequences in (1, 2, 4, 8, 16, 32)),
     Part(1, 32, 1, 320),
+    Part(1, 1, 128, 128),
+    Part(1, 2, 256, 256),
     Part(1, 1, CHUNK, CHUNK, draws=False),
     Part(1, 1, CHUNK, 4 * CHUNK, draws=False),
 )

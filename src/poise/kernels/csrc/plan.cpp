@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr size_t CHUNK_BYTES = 256 << 10;  // prepared rows that a pass over the panels keeps in cache
 
+constexpr int STRIP_ROWS = 64;             // what a worker takes through several operations alone stays in its cache
 constexpr int PHASES_PER_OPERATION = 5;
 constexpr int CHUNKS_PER_WORKER = 6;
 
@@ -224,7 +226,7 @@ void Plan::run(const StepArrays& step) {
 }
 
 void Plan::work(int worker) {
-    Walk walk{worker, 0};
+    Walk walk{worker, 0, false};
     workers_[worker].waited = 0;
     if (!ropes_.empty())
         phase(walk, step_.num_rows, chunk_of(step_.num_rows, 4), [&](Range rows) {
@@ -232,13 +234,44 @@ void Plan::work(int worker) {
                 for (int r = rows.begin; r < rows.end; r++)
                     kernels_->rope_angles(step_.positions[r], rope.inverse_frequencies, rope.num_pairs, rope.angles + (size_t)r * 2 * rope.num_pairs);
         });
-    const bool stamped = profiling_ && worker == 0;
-    if (stamped) times_.assign(1, now_ns());
-    for (const auto& op : operations_) {
-        run_operation(op, walk);
-        if (stamped) times_.push_back(now_ns());
-    }
+    if (profiling_ && worker == 0) times_.assign(1, now_ns());
+    for (size_t i = 0; i < operations_.size();) i = run_from(i, walk);
     if (worker == 0) num_phases_used_ = walk.phase;
+}
+
+// Runs operation `first`, and with it those behind it that the same strips of rows go through; returns the next one.
+size_t Plan::run_from(size_t first, Walk& walk) {
+    const auto across_rows = [&](size_t i) { return operations_[i].kind == Kind::ATTENTION || operations_[i].kind == Kind::LOGITS; };
+    size_t end = first + 1;
+    if (!across_rows(first) && num_strips(step_.num_rows))
+        while (end < operations_.size() && !across_rows(end)) end++;
+    const bool timed = profiling_ && walk.worker == 0;
+    std::vector<int64_t> spent(timed ? end - first : 0);
+    if (across_rows(first)) {
+        if (operations_[first].kind == Kind::ATTENTION) attend(operations_[first], walk);
+        else logits(operations_[first], walk);
+    } else {
+        by_strips({0, step_.num_rows}, walk, [&](Range rows, Walk& own) {
+            for (size_t i = first; i < end; i++) {
+                const int64_t begin = timed ? now_ns() : 0;
+                run_rows(operations_[i], rows, own);
+                if (timed) spent[i - first] += now_ns() - begin;
+            }
+        });
+    }
+    if (timed) stamp(spent);
+    return end;
+}
+
+// Operations that went through strips together share the time since the last stamp as worker 0's own strips did.
+void Plan::stamp(const std::vector<int64_t>& spent) {
+    const int64_t begin = times_.back(), end = now_ns(), total = std::accumulate(spent.begin(), spent.end(), (int64_t)0);
+    int64_t sum = 0;
+    for (size_t i = 0; i + 1 < spent.size(); i++) {
+        sum += spent[i];
+        times_.push_back(begin + (int64_t)((double)(end - begin) * (double)sum / (double)std::max(total, (int64_t)1)));
+    }
+    times_.push_back(end);
 }
 
 std::vector<int64_t> Plan::waits() const {
@@ -259,6 +292,7 @@ int Plan::chunk_of(int count, int smallest) const { return std::max(smallest, co
 
 // Each worker takes the chunks of its own share (what the neighbouring phases gave it lies near), then what is left of the others'.
 template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f, Order order) {
+    if (walk.alone) return f(Range{0, count});
     const int workers = pool_->size();
     Counter* counters = &counters_[(size_t)walk.phase++ * (1 + workers)];
     const uint32_t chunks = (count + chunk - 1) / chunk, share = (chunks + workers - 1) / workers;
@@ -281,31 +315,60 @@ template <class F> void Plan::phase(Walk& walk, int count, int chunk, F f, Order
     if (profiling_) workers_[walk.worker].waited += now_ns() - begin;
 }
 
-// Norms (where there is one) and prepares rows in every form that the weights need; returns where they lie. `rows` null: all rows in
-// order. A single tile is prepared by every worker for itself: that takes no longer, and nobody waits for it. One that comes late may
+// Strips of whole tiles, as many for each worker; 0 where workers would get rows too unevenly.
+int Plan::num_strips(int num_rows) const {
+    const int full = kernels_->max_tile, workers = pool_->size(), tiles = (num_rows + full - 1) / full;
+    const int tiles_of_worker = (tiles + workers - 1) / workers;
+    if (num_rows * 10 < workers * tiles_of_worker * full * 9) return 0;
+    return workers * ((tiles_of_worker * full + STRIP_ROWS - 1) / STRIP_ROWS);
+}
+
+// Calls f(rows, walk) for strips of rows, each of which a worker takes through everything alone: what it wrote lies in its own cache, and
+// it waits for nobody. Or else for all rows, and all workers share each phase.
+template <class F> void Plan::by_strips(Range rows, Walk& walk, F f) {
+    const int strips = num_strips(rows.count());
+    if (!strips) return f(rows, walk);
+    const int full = kernels_->max_tile, tiles = (rows.count() + full - 1) / full;
+    const auto begin = [&](int strip) { return std::min(rows.end, rows.begin + strip * tiles / strips * full); };
+    phase(walk, strips, 1, [&](Range mine) {
+        Walk alone{walk.worker, 0, true};
+        for (int i = mine.begin; i < mine.end; i++) f(Range{begin(i), begin(i + 1)}, alone);
+    });
+}
+
+// Where prepared rows lie. Strips lie apart by the widest rows, as one may be in another operation than its neighbours.
+Plan::Tiles Plan::tiles_of(const Prepared* in, int first_row) const {
+    Tiles tiles;
+    for (int f = 0; f < NUM_FORMS; f++) tiles.data[f] = in[f].data + (size_t)first_row * in[f].row_bytes;
+    return tiles;
+}
+
+// Norms (where there is one) and prepares rows in every form that the weights need. `named` null: rows as they come.
+// A single tile is prepared by every worker for itself: that takes no longer, and nobody waits for it. One that comes late may
 // read rows that are being written again; then no chunk of the product is left to it, and what it prepared is not used.
-const Plan::Prepared* Plan::prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk) {
-    const int cols = weights[0].cols, full = kernels_->max_tile, tiles = (num_rows + full - 1) / full;
+Plan::Tiles Plan::prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, Range rows, const int32_t* named, Walk& walk) {
+    const int cols = weights[0].cols, full = kernels_->max_tile, tiles = (rows.count() + full - 1) / full;
     bool wanted[NUM_FORMS] = {};
     for (const auto& w : weights) wanted[w.form] = true;
     Worker& worker = workers_[walk.worker];
-    const Prepared* out = tiles == 1 ? worker.inputs : inputs_;
+    const bool apart = tiles == 1 && !walk.alone;
+    const Tiles out = apart ? tiles_of(worker.inputs, 0) : tiles_of(inputs_, rows.begin);
     const auto prepare_tiles = [&](Range mine) {
         for (int t = mine.begin; t < mine.end; t++) {
-            const int begin = t * full, height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
+            const int begin = rows.begin + t * full, height = tile_height(rows.end - begin, full), used = std::min(height, rows.end - begin);
             const float* x[MAX_TILE] = {};  // null: a row of padding
             for (int i = 0; i < used; i++) {
-                x[i] = in.data + (size_t)(rows ? rows[begin + i] : begin + i) * in.width;
+                x[i] = in.data + (size_t)(named ? named[begin + i] : begin + i) * in.width;
                 if (!norm) continue;
                 float* normed = worker.rows + (size_t)i * cols;
                 kernels_->rms_norm(x[i], norm, eps, cols, normed);
                 x[i] = normed;
             }
             for (int f = 0; f < NUM_FORMS; f++)
-                if (wanted[f]) prepare_tile((Form)f, x, cols, out[f].data + (size_t)begin * prepared_row_bytes((Form)f, cols), height);
+                if (wanted[f]) prepare_tile((Form)f, x, cols, out.data[f] + (size_t)t * full * prepared_row_bytes((Form)f, cols), height);
         }
     };
-    if (tiles == 1) prepare_tiles({0, 1});
+    if (apart) prepare_tiles({0, 1});
     else phase(walk, tiles, chunk_of(tiles, 1), prepare_tiles);  // rows of a tile share cache lines: whole tiles to a worker
     return out;
 }
@@ -332,19 +395,19 @@ template <int N> void write_panel(const float* a, int rows, int n, bool add, con
 
 }  // namespace
 
-void Plan::multiply_panels(const Prepared& in, const Matrix& w, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width) {
+void Plan::multiply_panels(const uint8_t* in, const Matrix& w, Range panels, const float* bias, Range rows, Store mode, float* out, int out_width) {
     const int full = kernels_->max_tile;
     const Form form = w.form;
     const size_t row_bytes = prepared_row_bytes(form, w.cols);
     const int rows_in_cache = std::max(1, (int)(CHUNK_BYTES / (row_bytes * full))) * full;
     alignas(64) float acc[MAX_TILE * 16];
-    for (int first = 0; first < num_rows; first += rows_in_cache) {
-        const int last = std::min(num_rows, first + rows_in_cache);
+    for (int first = rows.begin; first < rows.end; first += rows_in_cache) {
+        const int last = std::min(rows.end, first + rows_in_cache);
         for (int p = panels.begin; p < panels.end; p++) {
             const int n = std::min(16, w.rows - p * 16);
             for (int begin = first; begin < last; begin += full) {
-                const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
-                kernels_->gemm(w, p, in.data + (size_t)begin * row_bytes, height, acc);
+                const int height = tile_height(rows.end - begin, full), used = std::min(height, rows.end - begin);
+                kernels_->gemm(w, p, in + (size_t)(begin - rows.begin) * row_bytes, height, acc);
                 float* y = out + (size_t)begin * out_width + p * 16;
                 const float* b = bias ? bias + p * 16 : nullptr;
                 if (n == 16) write_panel<16>(acc, used, n, mode == Store::ADD, b, y, out_width);
@@ -355,7 +418,7 @@ void Plan::multiply_panels(const Prepared& in, const Matrix& w, Range panels, co
 }
 
 // Matrices side by side: their panels are one range, so that no worker waits between them.
-void Plan::multiply(const Prepared* in, const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk) {
+void Plan::multiply(const Tiles& in, const std::vector<Matrix>& weights, const std::vector<const float*>& biases, Range rows, Store mode, float* out, int out_width, Walk& walk) {
     int total = 0;
     for (const auto& w : weights) total += w.panels;
     phase(walk, total, chunk_of(total, 1), [&](Range mine) {
@@ -363,7 +426,7 @@ void Plan::multiply(const Prepared* in, const std::vector<Matrix>& weights, cons
         for (size_t i = 0; i < weights.size(); i++) {
             const Matrix& w = weights[i];
             const Range panels{std::max(mine.begin - base, 0), std::min(mine.end - base, w.panels)};
-            if (panels.begin < panels.end) multiply_panels(in[w.form], w, panels, biases.empty() ? nullptr : biases[i], num_rows, mode, out + column, out_width);
+            if (panels.begin < panels.end) multiply_panels(in.data[w.form], w, panels, biases.empty() ? nullptr : biases[i], rows, mode, out + column, out_width);
             base += w.panels;
             column += w.rows;
         }
@@ -371,45 +434,46 @@ void Plan::multiply(const Prepared* in, const std::vector<Matrix>& weights, cons
 }
 
 // Panels `pairs.begin` · 2 … of gate and up: 32 columns at a time, all that a group of the down matrix's input needs.
-void Plan::gate_up(const Prepared* in, const Operation& op, Range pairs, int num_rows) {
+void Plan::gate_up(const Tiles& in, const Operation& op, Range pairs, Range rows) {
     const Matrix &gate = op.weights[0], &up = op.weights[1];
     const auto activate = op.gelu ? kernels_->gelu_mul : kernels_->silu_mul;
     const int full = kernels_->max_tile;
     const Form out_form = op.down[0].form;
+    uint8_t* hidden = tiles_of(hidden_, rows.begin).data[out_form];
     const size_t gate_row = prepared_row_bytes(gate.form, gate.cols), up_row = prepared_row_bytes(up.form, up.cols);
     const size_t out_row = prepared_row_bytes(out_form, gate.rows);
     const int rows_in_cache = std::max(1, (int)(CHUNK_BYTES / (gate_row * full))) * full;
     alignas(64) float g[MAX_TILE * 16], u[MAX_TILE * 16], h[MAX_TILE][32];
-    for (int first = 0; first < num_rows; first += rows_in_cache) {
-        const int last = std::min(num_rows, first + rows_in_cache);
+    for (int first = rows.begin; first < rows.end; first += rows_in_cache) {
+        const int last = std::min(rows.end, first + rows_in_cache);
         for (int column = pairs.begin * 32; column < std::min(pairs.end * 32, gate.rows); column += 32) {
             const int width = std::min(32, gate.rows - column);
             for (int begin = first; begin < last; begin += full) {
-                const int height = tile_height(num_rows - begin, full), used = std::min(height, num_rows - begin);
+                const int height = tile_height(rows.end - begin, full), used = std::min(height, rows.end - begin);
+                const size_t above = begin - rows.begin;
                 const float* x[MAX_TILE] = {};
                 for (int half = 0; half < width; half += 16) {
                     const int panel = (column + half) / 16;
-                    kernels_->gemm(gate, panel, in[gate.form].data + begin * gate_row, height, g);
-                    kernels_->gemm(up, panel, in[up.form].data + begin * up_row, height, u);
+                    kernels_->gemm(gate, panel, in.data[gate.form] + above * gate_row, height, g);
+                    kernels_->gemm(up, panel, in.data[up.form] + above * up_row, height, u);
                     for (int m = 0; m < used; m++) activate(g + m * 16, u + m * 16, h[m] + half);
                 }
                 for (int m = 0; m < used; m++) x[m] = h[m];
-                uint8_t* tile = hidden_[out_form].data + begin * out_row;
-                prepare_tile(out_form, x, width, tile + prepared_row_bytes(out_form, column) * height, height);
+                prepare_tile(out_form, x, width, hidden + above * out_row + prepared_row_bytes(out_form, column) * height, height);
             }
         }
     }
 }
 
 // x + product, or x + norm(product).
-void Plan::add_to_residual(const Prepared* in, const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk) {
+void Plan::add_to_residual(const Tiles& in, const Operation& op, const std::vector<Matrix>& weights, Range rows, Walk& walk) {
     const Buffer& x = buffers_[op.out];
-    if (!op.post_norm) return multiply(in, weights, {}, num_rows, Store::ADD, x.data, x.width, walk);
+    if (!op.post_norm) return multiply(in, weights, {}, rows, Store::ADD, x.data, x.width, walk);
     const Buffer& product = buffers_[op.product];
-    multiply(in, weights, {}, num_rows, Store::WRITE, product.data, product.width, walk);
-    phase(walk, num_rows, chunk_of(num_rows, 1), [&](Range mine) {
+    multiply(in, weights, {}, rows, Store::WRITE, product.data, product.width, walk);
+    phase(walk, rows.count(), chunk_of(rows.count(), 1), [&](Range mine) {
         float* normed = workers_[walk.worker].rows;
-        for (int r = mine.begin; r < mine.end; r++) {
+        for (int r = rows.begin + mine.begin; r < rows.begin + mine.end; r++) {
             kernels_->rms_norm(product.data + (size_t)r * product.width, op.post_norm, op.eps, x.width, normed);
             float* y = x.data + (size_t)r * x.width;
             for (int j = 0; j < x.width; j++) y[j] += normed[j];
@@ -472,27 +536,34 @@ void Plan::count_part(const AttentionPlan& plan, const AttentionParams& params, 
 }
 
 void Plan::logits(const Operation& op, Walk& walk) {
-    const Matrix& w = op.weights[0];
     for (int begin = 0; begin < step_.num_logit_rows; begin += logit_tile_) {
         const int n = std::min(logit_tile_, step_.num_logit_rows - begin);
-        const Prepared* in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, n, step_.logit_rows + begin, walk);
-        multiply(in, op.weights, {}, n, Store::WRITE, logits_, w.rows, walk);
-        phase(walk, n, 1, [&](Range i) {
-            const float* row = logits_ + (size_t)i.begin * w.rows;
-            const int at = begin + i.begin;
-            if (step_.logits) std::memcpy(step_.logits + (size_t)at * w.rows, row, sizeof(float) * w.rows);
-            if (step_.sampling) kernels_->sample_row(row, w.rows, step_.sampling[at], step_.results[at], workers_[walk.worker].sampling);
-        });
+        by_strips({0, n}, walk, [&](Range rows, Walk& own) { logits_of_rows(op, begin, rows, own); });
     }
 }
 
-void Plan::run_operation(const Operation& op, Walk& walk) {
-    const int rows = step_.num_rows;
+// Of the tile of logits that begins at `first`.
+void Plan::logits_of_rows(const Operation& op, int first, Range rows, Walk& walk) {
+    const Matrix& w = op.weights[0];
+    const Tiles in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, step_.logit_rows + first, walk);
+    multiply(in, op.weights, {}, rows, Store::WRITE, logits_, w.rows, walk);
+    phase(walk, rows.count(), 1, [&](Range mine) {
+        for (int i = rows.begin + mine.begin; i < rows.begin + mine.end; i++) {
+            const float* row = logits_ + (size_t)i * w.rows;
+            const int at = first + i;
+            if (step_.logits) std::memcpy(step_.logits + (size_t)at * w.rows, row, sizeof(float) * w.rows);
+            if (step_.sampling) kernels_->sample_row(row, w.rows, step_.sampling[at], step_.results[at], workers_[walk.worker].sampling);
+        }
+    });
+}
+
+// An operation that works row by row.
+void Plan::run_rows(const Operation& op, Range rows, Walk& walk) {
     const auto prepared = [&] { return prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk); };
     switch (op.kind) {
         case Kind::EMBED:
-            return phase(walk, rows, chunk_of(rows, 1), [&](Range mine) {
-                for (int r = mine.begin; r < mine.end; r++) {
+            return phase(walk, rows.count(), chunk_of(rows.count(), 1), [&](Range mine) {
+                for (int r = rows.begin + mine.begin; r < rows.begin + mine.end; r++) {
                     const int width = buffers_[op.out].width;
                     float* x = buffers_[op.out].data + (size_t)r * width;
                     kernels_->dequantize_row(op.weights[0], step_.token_ids[r], x);
@@ -502,18 +573,18 @@ void Plan::run_operation(const Operation& op, Walk& walk) {
             });
         case Kind::NORM_LINEAR: return multiply(prepared(), op.weights, op.biases, rows, Store::WRITE, buffers_[op.out].data, buffers_[op.out].width, walk);
         case Kind::ROPE_KV_WRITE: {
-            const int count = rows * (op.num_heads + 2 * kv_.num_kv_heads);
-            return phase(walk, count, chunk_of(count, 8), [&](Range mine) { rope_kv(op, mine); });
+            const int heads = op.num_heads + 2 * kv_.num_kv_heads, first = rows.begin * heads, count = rows.count() * heads;
+            return phase(walk, count, chunk_of(count, 8), [&](Range mine) { rope_kv(op, {first + mine.begin, first + mine.end}); });
         }
-        case Kind::ATTENTION: return attend(op, walk);
         case Kind::LINEAR_RESIDUAL: return add_to_residual(prepared(), op, op.weights, rows, walk);
         case Kind::GATED_MLP: {
-            const Prepared* in = prepared();
+            const Tiles in = prepared();
             const int pairs = (op.weights[0].panels + 1) / 2;
             phase(walk, pairs, chunk_of(pairs, 1), [&](Range mine) { gate_up(in, op, mine, rows); });
-            return add_to_residual(hidden_, op, op.down, rows, walk);
+            return add_to_residual(tiles_of(hidden_, rows.begin), op, op.down, rows, walk);
         }
-        case Kind::LOGITS: return logits(op, walk);
+        case Kind::ATTENTION:
+        case Kind::LOGITS: break;
     }
 }
 

@@ -81,8 +81,11 @@ class Plan {
         float* angles;  // [max_rows][2 · num_pairs]
     };
     struct Prepared {  // rows of activations, in tiles
-        size_t row_bytes = 0;
+        size_t row_bytes = 0;  // of the widest
         uint8_t* data = nullptr;
+    };
+    struct Tiles {  // prepared rows in each form, from the first of some rows on
+        uint8_t* data[NUM_FORMS];
     };
     struct Worker {
         float* rows = nullptr;       // a tile of normed rows
@@ -98,9 +101,11 @@ class Plan {
     };
     struct Range {
         int begin, end;
+        int count() const { return end - begin; }
     };
     struct Walk {  // where a worker stands in the plan
         int worker, phase;
+        bool alone;  // with rows of its own: its phases are nobody else's
     };
 
     void check(const StepArrays& step) const;
@@ -109,18 +114,24 @@ class Plan {
     void work(int worker);
     template <class F> void phase(Walk& walk, int count, int chunk, F f, Order order = Order::FORWARD);
     int chunk_of(int count, int smallest) const;
-    void run_operation(const Operation& op, Walk& walk);
-    const Prepared* prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, int num_rows, const int32_t* rows, Walk& walk);
+    int num_strips(int num_rows) const;
+    template <class F> void by_strips(Range rows, Walk& walk, F f);
+    size_t run_from(size_t first, Walk& walk);
+    void stamp(const std::vector<int64_t>& spent);
+    void run_rows(const Operation& op, Range rows, Walk& walk);
+    Tiles tiles_of(const Prepared* in, int first_row) const;
+    Tiles prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, Range rows, const int32_t* named, Walk& walk);
     void prepare_tile(Form form, const float* const* x, int cols, uint8_t* tile, int height);
-    void multiply(const Prepared* in, const std::vector<Matrix>& weights, const std::vector<const float*>& biases, int num_rows, Store mode, float* out, int out_width, Walk& walk);
-    void multiply_panels(const Prepared& in, const Matrix& weight, Range panels, const float* bias, int num_rows, Store mode, float* out, int out_width);
-    void gate_up(const Prepared* in, const Operation& op, Range pairs, int num_rows);
-    void add_to_residual(const Prepared* in, const Operation& op, const std::vector<Matrix>& weights, int num_rows, Walk& walk);
+    void multiply(const Tiles& in, const std::vector<Matrix>& weights, const std::vector<const float*>& biases, Range rows, Store mode, float* out, int out_width, Walk& walk);
+    void multiply_panels(const uint8_t* in, const Matrix& weight, Range panels, const float* bias, Range rows, Store mode, float* out, int out_width);
+    void gate_up(const Tiles& in, const Operation& op, Range pairs, Range rows);
+    void add_to_residual(const Tiles& in, const Operation& op, const std::vector<Matrix>& weights, Range rows, Walk& walk);
     int table_columns(const StepArrays& step) const { return step.table_stride / (int)attention_.size(); }
     void rope_kv(const Operation& op, Range heads);
     void attend(const Operation& op, Walk& walk);
     void count_part(const AttentionPlan& plan, const AttentionParams& params, int fold);
     void logits(const Operation& op, Walk& walk);
+    void logits_of_rows(const Operation& op, int first, Range rows, Walk& walk);
     void reserve(Prepared* in, const Matrix& weight);
 
     std::shared_ptr<Pool> pool_;
