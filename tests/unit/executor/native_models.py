@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -129,11 +129,15 @@ def step_of(parts: list[Part], num_groups: int = 1, blocks_per_group: int = 0) -
     )
 
 
-def native_logits(loaded: LoadedExecutor, parts: list[Part]) -> np.ndarray:
-    """Float32 [rows, vocabulary]."""
+def native_logits(
+    loaded: LoadedExecutor, parts: list[Part], wanted: np.ndarray | None = None
+) -> np.ndarray:
+    """Float32 [rows, vocabulary]; of the rows `wanted`, in that order, where they are given."""
     groups = len(loaded.kv_groups)
     step = step_of(parts, groups, loaded.num_blocks // groups)
-    logits = np.empty((len(step.token_ids), loaded.vocab_size), np.float32)
+    if wanted is not None:
+        step = replace(step, logit_rows=wanted.astype(np.int32))
+    logits = np.empty((len(step.logit_rows), loaded.vocab_size), np.float32)
     backend_of(loaded).run(step, logits=logits)
     return logits
 

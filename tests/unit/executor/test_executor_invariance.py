@@ -130,3 +130,43 @@ def test_a_prefix_on_shared_blocks(architecture, isa, folder, monkeypatch):
         backend_of(loaded).plan.share_prefixes = on
         assert_same(native_logits(loaded, parts), np.concatenate(alone), f"pass {on}")
         assert max(backend_of(loaded).spared_keys) == (5 * 256 if on else 0)
+
+
+@every_isa
+@every_architecture
+def test_only_rows_that_are_asked_for(architecture, isa, folder, monkeypatch):
+    """Any choice of rows, in any order and twice, gives the bits that these rows have where all are asked for; KV is written
+    for all of them."""
+    path, prefix = tiny_gguf(folder, architecture), random_ids(272, 9)
+    shared = np.arange(17)
+    parts = [
+        Part(random_ids(150), 0, np.arange(20, 30)),
+        *(
+            Part(random_ids(1 + index, index), 272, np.append(shared, 40 + index))
+            for index in range(6)
+        ),
+        Part(random_ids(70, 7), 0, np.arange(30, 35)),
+    ]
+    count = sum(len(part.token_ids) for part in parts)
+    ends = np.cumsum([len(part.token_ids) for part in parts]) - 1
+    random = np.random.default_rng(5)
+    choices = [
+        np.array([], int),
+        ends,
+        ends[:1],
+        np.arange(count - 1),
+        random.permutation(count)[:40],
+        random.integers(0, count, 90),
+    ]
+    loaded = load(path, monkeypatch, isa, threads=1)
+    native_logits(loaded, [Part(prefix, 0, shared)])
+    every = native_logits(loaded, parts)
+    following = [Part(random_ids(1, 11), 150, np.arange(20, 30))]
+    after = native_logits(loaded, following)
+    for threads in (1, 2, 3):
+        loaded = load(path, monkeypatch, isa, threads)
+        native_logits(loaded, [Part(prefix, 0, shared)], np.array([], int))
+        for wanted in choices:
+            actual = native_logits(loaded, parts, wanted)
+            assert_same(actual, every[wanted], f"{threads} threads, rows {wanted}")
+            assert_same(native_logits(loaded, following), after, "the step behind it")

@@ -83,6 +83,25 @@ def test_weights_are_read_once_a_step_and_output_rows_by_tiles() -> None:
     assert counter.total().read_bytes == sum(w.read_bytes for w in work)
 
 
+def test_rows_that_nobody_asks_for_are_no_work_behind_the_last_kv_write() -> None:
+    counter = WorkCounter(
+        [
+            RecordedOperation("attention", bytes_per_key=7, flops_per_key=5, wanted_only=True),
+            RecordedOperation(
+                "attention", bytes_per_key=7, flops_per_key=5, window=4, wanted_only=True
+            ),
+            RecordedOperation("gated_mlp", weight_bytes=1000, flops_per_row=2000, wanted_only=True),
+        ]
+    )
+    counter.add(step((10, 3), (20, 2), logit_rows=0))
+    counter.add(step((10, 3), (20, 2), logit_rows=2))  # positions 10 and 11
+    work = counter.by_operation()
+    assert [w.read_bytes for w in work] == [7 * 12, 7 * 5, 1000]  # positions 0 … 11, and 7 … 11
+    assert [w.flops for w in work] == [5 * (11 + 12), 5 * 8, 2 * 2000]
+    counter.add(step((10, 3), logit_rows=3))
+    assert [w.flops for w in counter.by_operation()] == [5 * (23 + 36), 5 * 20, 5 * 2000]
+
+
 @pytest.fixture
 def executor(tmp_path, monkeypatch):
     return load(tiny_gguf(tmp_path, "llama"), monkeypatch, "baseline", threads=2).executor

@@ -189,6 +189,11 @@ class Plan:
         By block table: keys that sequences of the last run did not read for themselves, as another one's pass served them.
         """
     @property
+    def first_of_wanted(self) -> int:
+        """
+        The first operation that only rows whose logits are asked for go through; the number of operations where there is none.
+        """
+    @property
     def operation_names(self) -> list[str]: ...
     @property
     def operation_times(self) -> list[int]:

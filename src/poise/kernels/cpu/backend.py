@@ -7,6 +7,7 @@ layer. Invariant: recording changes nothing but the plan; `run` replays it for a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,8 @@ class CPUBackend:
     def logits(self, x: int, norm: object, eps: float, output: object) -> None:
         self.plan.logits(x, norm, eps, output)
         self._record("logits", output)
+        for index in range(self.plan.first_of_wanted, len(self.operations)):
+            self.operations[index] = replace(self.operations[index], wanted_only=True)
 
     @property
     def kv(self) -> KVShape:

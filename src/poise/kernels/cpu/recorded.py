@@ -34,10 +34,19 @@ class Sizes:
     keys_read: int = 0
     keys_attended: int = 0
 
-    def add(self, step: Step, window: int | None, spared_keys: int = 0) -> None:
-        """Takes a step, its keys as attention with this window sees them; `spared_keys` were served by another's pass."""
+    def add(
+        self, step: Step, window: int | None, spared_keys: int = 0, wanted_only: bool = False
+    ) -> None:
+        """Takes a step, its keys as attention with this window sees them; `spared_keys` were served by another's pass.
+        `wanted_only`: of its rows only those whose logits are asked for.
+        """
         # Plain numbers: a step that decodes has few sequences, and numpy's calls would cost more than the sums.
         positions, starts = step.positions.tolist(), step.query_start.tolist()
+        self.logit_rows += len(step.logit_rows)
+        self.logit_tiles += -(-len(step.logit_rows) // LOGIT_TILE)
+        if wanted_only and len(step.logit_rows) < len(positions):
+            self._add_rows(step.logit_rows.tolist(), positions, starts, window, spared_keys)
+            return
         for begin, end in pairwise(starts):
             first, rows = positions[begin], end - begin
             if window is None:
@@ -52,14 +61,34 @@ class Sizes:
                 self.keys_attended += (rows - growing) * window
         self.steps += 1
         self.rows += len(positions)
-        self.logit_rows += len(step.logit_rows)
-        self.logit_tiles += -(-len(step.logit_rows) // LOGIT_TILE)
         self.keys_read -= spared_keys
+
+    def _add_rows(
+        self,
+        wanted: list[int],
+        positions: list[int],
+        starts: list[int],
+        window: int | None,
+        spared_keys: int,
+    ) -> None:
+        """Some rows of a step, each sequence's keys once."""
+        read = 0
+        for begin, end in pairwise(starts):
+            ends = [positions[row] + 1 for row in wanted if begin <= row < end]
+            if ends:
+                span = max(ends) if window is None else window
+                read += max(ends) - max(0, min(ends) - span)
+                self.keys_attended += sum(min(end, span) for end in ends)
+        self.steps += bool(wanted)
+        self.rows += len(wanted)
+        self.keys_read += read - min(read, spared_keys)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedOperation:
-    """One operation of a plan. Weights are read once per step, by `logits` once per tile of rows, by `embed` once per row."""
+    """One operation of a plan. Weights are read once per step, by `logits` once per tile of rows, by `embed` once per row.
+    `wanted_only`: only rows whose logits are asked for go through it.
+    """
 
     name: str
     weight_bytes: int = 0
@@ -68,9 +97,15 @@ class RecordedOperation:
     flops_per_key: int = 0  # attention only
     window: int | None = None  # attention only
     kv_group: int = 0  # attention only
+    wanted_only: bool = False
+
+    @property
+    def sizes_key(self) -> tuple[int | None, int, bool]:
+        """What sizes depend on."""
+        return self.window, self.kv_group, self.wanted_only
 
     def work(self, sizes: Sizes) -> Work:
-        """Over steps whose `sizes` were taken with this operation's window and KV group."""
+        """Over steps whose `sizes` were taken with this operation's key."""
         passes = {"embed": sizes.rows, "logits": sizes.logit_tiles}.get(self.name, sizes.steps)
         rows = sizes.logit_rows if self.name == "logits" else sizes.rows
         return Work(
@@ -84,21 +119,18 @@ class WorkCounter:
 
     def __init__(self, operations: Sequence[RecordedOperation]) -> None:
         self._operations = tuple(operations)
-        self._sizes = {(operation.window, operation.kv_group): Sizes() for operation in operations}
+        self._sizes = {operation.sizes_key: Sizes() for operation in operations}
         self.spared_keys = 0
 
     def add(self, step: Step, spared_keys: Sequence[int] = ()) -> None:
         """Takes a step; `spared_keys` by KV group, none where nothing was shared."""
         self.spared_keys += sum(spared_keys)
-        for (window, group), sizes in self._sizes.items():
-            sizes.add(step, window, spared_keys[group] if spared_keys else 0)
+        for (window, group, wanted_only), sizes in self._sizes.items():
+            sizes.add(step, window, spared_keys[group] if spared_keys else 0, wanted_only)
 
     def by_operation(self) -> list[Work]:
         """In recording order."""
-        return [
-            operation.work(self._sizes[operation.window, operation.kv_group])
-            for operation in self._operations
-        ]
+        return [operation.work(self._sizes[operation.sizes_key]) for operation in self._operations]
 
     def total(self) -> Work:
         parts = self.by_operation()

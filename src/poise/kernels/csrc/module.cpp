@@ -290,6 +290,8 @@ NB_MODULE(_native, m) {
             "Whether attention reads whole splits that lie on the same blocks in several sequences once for all of them.")
         .def_prop_ro("spared_keys", [](PlanHandle& p) { return p.plan.spared_keys(); },
             "By block table: keys that sequences of the last run did not read for themselves, as another one's pass served them.")
+        .def_prop_ro("first_of_wanted", [](PlanHandle& p) { return p.plan.first_of_wanted(); },
+                     "The first operation that only rows whose logits are asked for go through; the number of operations where there is none.")
         .def_prop_ro("operation_names", [](PlanHandle& p) { return p.plan.operation_names(); })
         .def_prop_ro("operation_times", [](PlanHandle& p) { return p.plan.times(); },
             "Monotonic ns before the first operation of the last profiled run, then behind each one.")

@@ -191,6 +191,26 @@ void Plan::plan_attention(const StepArrays& step) {
     }
 }
 
+size_t Plan::first_of_wanted() const {
+    constexpr Kind LAST[] = {Kind::ROPE_KV_WRITE, Kind::ATTENTION, Kind::LINEAR_RESIDUAL, Kind::GATED_MLP, Kind::LOGITS};
+    const size_t count = operations_.size(), length = std::size(LAST);
+    if (count < length) return count;
+    for (size_t i = 0; i < length; i++)
+        if (operations_[count - length + i].kind != LAST[i]) return count;
+    const int x = operations_[count - 1].in;
+    return operations_[count - 3].out == x && operations_[count - 2].out == x ? count - length + 1 : count;
+}
+
+// Rows whose logits nobody asks for are done when their KV is written. The others' residuals go on side by side.
+void Plan::choose_wanted(const StepArrays& step) {
+    bool all = step.num_logit_rows == step.num_rows;
+    for (int i = 0; all && i < step.num_rows; i++) all = step.logit_rows[i] == i;
+    gathers_ = wanted_.data && !all && step.num_logit_rows <= step.num_rows;
+    if (!gathers_) return;
+    is_wanted_.assign(step.num_rows, 0);
+    for (int i = 0; i < step.num_logit_rows; i++) is_wanted_[step.logit_rows[i]] = 1;
+}
+
 std::vector<int64_t> Plan::spared_keys() const {
     std::vector<int64_t> keys;
     for (const auto& plan : attention_) keys.push_back(plan.spared_keys());
@@ -213,6 +233,8 @@ void Plan::run(const StepArrays& step) {
                 if (inputs_[form].row_bytes) worker.inputs[form] = {inputs_[form].row_bytes, arena_.allocate(inputs_[form].row_bytes * MAX_TILE)};
         }
         if (vocabulary_) logits_ = (float*)arena_.allocate(sizeof(float) * (size_t)logit_tile_ * (vocabulary_ + 16));
+        for (size_t i = 0; i < operations_.size(); i++) operations_[i].of_wanted = i >= first_of_wanted();
+        if (first_of_wanted() < operations_.size()) wanted_ = buffers_[buffer(buffers_[operations_.back().in].width)];
         num_phases_ = 1 + PHASES_PER_OPERATION * operations_.size() + 3 * (max_rows_ / logit_tile_ + 1);
         counters_ = std::make_unique<Counter[]>(num_phases_ * (1 + pool_->size()));
         num_phases_used_ = 0;
@@ -220,6 +242,7 @@ void Plan::run(const StepArrays& step) {
     }
     step_ = step;
     for (size_t i = 0; i < num_phases_used_ * (1 + pool_->size()); i++) counters_[i].value.store(0, std::memory_order_relaxed);
+    choose_wanted(step);
     plan_attention(step);
     auto task = [this](int worker) { work(worker); };
     pool_->run(task);
@@ -242,8 +265,9 @@ void Plan::work(int worker) {
 // Runs operation `first`, and with it those behind it that the same strips of rows go through; returns the next one.
 size_t Plan::run_from(size_t first, Walk& walk) {
     const auto across_rows = [&](size_t i) { return operations_[i].kind == Kind::ATTENTION || operations_[i].kind == Kind::LOGITS; };
+    const int rows = of_wanted(operations_[first]) ? step_.num_logit_rows : step_.num_rows;
     size_t end = first + 1;
-    if (!across_rows(first) && num_strips(step_.num_rows))
+    if (!across_rows(first) && num_strips(rows))
         while (end < operations_.size() && !across_rows(end)) end++;
     const bool timed = profiling_ && walk.worker == 0;
     std::vector<int64_t> spent(timed ? end - first : 0);
@@ -251,10 +275,10 @@ size_t Plan::run_from(size_t first, Walk& walk) {
         if (operations_[first].kind == Kind::ATTENTION) attend(operations_[first], walk);
         else logits(operations_[first], walk);
     } else {
-        by_strips({0, step_.num_rows}, walk, [&](Range rows, Walk& own) {
+        by_strips({0, rows}, walk, [&](Range mine, Walk& own) {
             for (size_t i = first; i < end; i++) {
                 const int64_t begin = timed ? now_ns() : 0;
-                run_rows(operations_[i], rows, own);
+                run_rows(operations_[i], mine, own);
                 if (timed) spent[i - first] += now_ns() - begin;
             }
         });
@@ -467,7 +491,7 @@ void Plan::gate_up(const Tiles& in, const Operation& op, Range pairs, Range rows
 
 // x + product, or x + norm(product).
 void Plan::add_to_residual(const Tiles& in, const Operation& op, const std::vector<Matrix>& weights, Range rows, Walk& walk) {
-    const Buffer& x = buffers_[op.out];
+    const Buffer& x = residual(op, op.out);
     if (!op.post_norm) return multiply(in, weights, {}, rows, Store::ADD, x.data, x.width, walk);
     const Buffer& product = buffers_[op.product];
     multiply(in, weights, {}, rows, Store::WRITE, product.data, product.width, walk);
@@ -511,13 +535,19 @@ void Plan::attend(const Operation& op, Walk& walk) {
     const AttentionParams params{&kv_, op.layer, op.num_heads, op.table * table_columns(step_), plan.window,
                                  (const uint16_t*)buffers_[op.in].data, buffers_[op.out].data, plan.shared_rows().data(), partials_.data()};
     const auto& items = plan.items();
-    const int count = (int)items.size();
+    const int count = of_wanted(op) && !step_.num_logit_rows ? 0 : (int)items.size();
+    const auto wanted = [&](const AttentionItem& item) {
+        if (!of_wanted(op) || item.shared || item.fold != NO_FOLD) return true;
+        const auto* rows = &is_wanted_[item.row];
+        return std::find(rows, rows + item.num_rows, 1) != rows + item.num_rows;
+    };
     // The heads of a page lie side by side: where reading binds, a worker that takes them all reads on where the last one ended.
     const bool reading_binds = step_.num_rows < 4 * step_.num_sequences, enough = count >= CHUNKS_PER_WORKER * pool_->size() * kv_.num_kv_heads;
     const int chunk = reading_binds && enough ? kv_.num_kv_heads : 1;
     const auto attend_items = [&](Range mine) {
         for (int i = mine.begin; i < mine.end; i++) {
             const AttentionItem& item = items[i];
+            if (!wanted(item)) continue;
             const AttentionItem& next = items[i + 1 < mine.end ? i + 1 : std::max(0, mine.begin - chunk)];  // as it will mostly be
             kernels_->attend(params, item, next, workers_[walk.worker].attention);
             if (item.fold != NO_FOLD) count_part(plan, params, item.fold);
@@ -545,7 +575,8 @@ void Plan::logits(const Operation& op, Walk& walk) {
 // Of the tile of logits that begins at `first`.
 void Plan::logits_of_rows(const Operation& op, int first, Range rows, Walk& walk) {
     const Matrix& w = op.weights[0];
-    const Tiles in = prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, step_.logit_rows + first, walk);
+    const Tiles in = of_wanted(op) ? prepare(wanted_, op.norm, op.eps, op.weights, {first + rows.begin, first + rows.end}, nullptr, walk)
+                                   : prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, step_.logit_rows + first, walk);
     multiply(in, op.weights, {}, rows, Store::WRITE, logits_, w.rows, walk);
     phase(walk, rows.count(), 1, [&](Range mine) {
         for (int i = rows.begin + mine.begin; i < rows.begin + mine.end; i++) {
@@ -559,7 +590,7 @@ void Plan::logits_of_rows(const Operation& op, int first, Range rows, Walk& walk
 
 // An operation that works row by row.
 void Plan::run_rows(const Operation& op, Range rows, Walk& walk) {
-    const auto prepared = [&] { return prepare(buffers_[op.in], op.norm, op.eps, op.weights, rows, nullptr, walk); };
+    const auto prepared = [&] { return prepare(residual(op, op.in), op.norm, op.eps, op.weights, rows, nullptr, walk); };
     switch (op.kind) {
         case Kind::EMBED:
             return phase(walk, rows.count(), chunk_of(rows.count(), 1), [&](Range mine) {
@@ -576,7 +607,15 @@ void Plan::run_rows(const Operation& op, Range rows, Walk& walk) {
             const int heads = op.num_heads + 2 * kv_.num_kv_heads, first = rows.begin * heads, count = rows.count() * heads;
             return phase(walk, count, chunk_of(count, 8), [&](Range mine) { rope_kv(op, {first + mine.begin, first + mine.end}); });
         }
-        case Kind::LINEAR_RESIDUAL: return add_to_residual(prepared(), op, op.weights, rows, walk);
+        case Kind::LINEAR_RESIDUAL: {
+            if (!of_wanted(op)) return add_to_residual(prepared(), op, op.weights, rows, walk);
+            const Buffer& x = buffers_[op.out];
+            phase(walk, rows.count(), chunk_of(rows.count(), 1), [&](Range mine) {
+                for (int r = rows.begin + mine.begin; r < rows.begin + mine.end; r++)
+                    std::memcpy(wanted_.data + (size_t)r * x.width, x.data + (size_t)step_.logit_rows[r] * x.width, sizeof(float) * x.width);
+            });
+            return add_to_residual(prepare(buffers_[op.in], nullptr, 0, op.weights, rows, step_.logit_rows, walk), op, op.weights, rows, walk);
+        }
         case Kind::GATED_MLP: {
             const Tiles in = prepared();
             const int pairs = (op.weights[0].panels + 1) / 2;

@@ -56,6 +56,9 @@ class Plan {
     void set_profiling(bool on) { profiling_ = on; }
     bool profiling() const { return profiling_; }
     const std::vector<int64_t>& times() const { return times_; }
+    // The first operation behind the last KV write, where only rows whose logits are asked for go on; how many operations there are, where
+    // there is none such.
+    size_t first_of_wanted() const;
     std::vector<int64_t> waits() const;
     std::vector<std::string> operation_names() const;
 
@@ -66,7 +69,7 @@ class Plan {
         int in = -1, out = -1, product = -1, layer = 0, num_heads = 0, rope = -1, table = 0;
         const float *norm = nullptr, *q_norm = nullptr, *k_norm = nullptr, *post_norm = nullptr;
         float eps = 0, q_scale = 0, scale = 1;
-        bool gelu = false;
+        bool gelu = false, of_wanted = false;  // see first_of_wanted
         std::vector<Matrix> weights;
         std::vector<Matrix> down;  // of a gated MLP
         std::vector<const float*> biases;
@@ -119,6 +122,9 @@ class Plan {
     size_t run_from(size_t first, Walk& walk);
     void stamp(const std::vector<int64_t>& spent);
     void run_rows(const Operation& op, Range rows, Walk& walk);
+    void choose_wanted(const StepArrays& step);
+    bool of_wanted(const Operation& op) const { return gathers_ && op.of_wanted; }
+    const Buffer& residual(const Operation& op, int buffer) const { return of_wanted(op) ? wanted_ : buffers_[buffer]; }
     Tiles tiles_of(const Prepared* in, int first_row) const;
     Tiles prepare(const Buffer& in, const float* norm, float eps, const std::vector<Matrix>& weights, Range rows, const int32_t* named, Walk& walk);
     void prepare_tile(Form form, const float* const* x, int cols, uint8_t* tile, int height);
@@ -150,6 +156,9 @@ class Plan {
     std::vector<int64_t> times_;
 
     StepArrays step_{};
+    bool gathers_ = false;               // the step's wanted rows go on alone, side by side in wanted_
+    Buffer wanted_{nullptr, 0};
+    std::vector<uint8_t> is_wanted_;     // of each row
     std::vector<AttentionPlan> attention_;  // of each table
     bool share_prefixes_ = true;
     std::vector<float> partials_;           // one layer's are folded before the next layer writes its own
