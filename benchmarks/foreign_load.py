@@ -32,7 +32,12 @@ from poise.weights.pull import resolve_model
 SCHEMA = "poise.benchmarks.foreign-load/1"
 PERIOD = 0.01  # s: the foreign process works for a share of each
 SHARES = (0.0, 0.1, 0.3, 1.0)
-PARTS = {"decode of 1": Part(1, 1, 1, 192), "decode of 16": Part(1, 16, 1, 192)}
+PARTS = {
+    "decode of 1": Part(1, 1, 1, 192),
+    "decode of 16": Part(1, 16, 1, 192),
+    "decode of 32": Part(1, 32, 1, 192),
+    "prompt of 512": Part(1, 1, 512, 512),
+}
 TOLERANCE = 1.05  # two medians of a noisy machine are not told apart below this
 
 
@@ -64,12 +69,13 @@ def foreign_process(share: float) -> Iterator[None]:
 
 
 def medians(runners: dict[int, KernelSteps], part: Part, repeat: int) -> dict[str, float]:
-    """Median seconds of a step for each number of workers, which take turns in blocks of eight."""
+    """Median seconds of a step for each number of workers, which take turns in blocks of eight, of two where a step takes long."""
     step = next(iter(runners.values())).step(part)
+    block = 8 if part.rows == 1 else 2
     seconds: dict[int, list[float]] = {threads: [] for threads in runners}
     for _ in range(repeat):
         for threads, kernels in runners.items():
-            seconds[threads] += [kernels.run(step) for _ in range(8)]
+            seconds[threads] += [kernels.run(step) for _ in range(block)]
     return {str(threads): statistics.median(values) for threads, values in seconds.items()}
 
 

@@ -1,6 +1,7 @@
 // A model recorded as a flat list of operations, replayed by all workers once per step. Row count, positions and block tables
 // come from the step, so one plan serves every batch. An operation is one or more phases; a phase is cut into chunks, of which
 // workers take their own share first, and ends when all are done: a worker that lost its core holds up no more than one chunk.
+// Where a step has rows enough, all operations from one attention to the next are a single phase, whose chunks are strips of rows.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -52,7 +53,8 @@ class Plan {
     std::vector<int64_t> spared_keys() const;
 
     // Profiling. After a run: monotonic ns before the first operation (angles come before it) and behind each one, as worker 0
-    // saw them, and the ns that each worker waited for others. Operations are named in recording order.
+    // saw them, and the ns that each worker waited for others. Operations are named in recording order; those that strips of rows
+    // went through together share their time as they did in worker 0's strips.
     void set_profiling(bool on) { profiling_ = on; }
     bool profiling() const { return profiling_; }
     const std::vector<int64_t>& times() const { return times_; }
