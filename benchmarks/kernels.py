@@ -34,7 +34,7 @@ from poise.core.sampling_params import SamplingParams
 from poise.errors import PoiseError
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.cpu.rates import MachineRates, RateProbe
-from poise.kernels.cpu.recorded import WorkCounter
+from poise.kernels.cpu.recorded import Rows, WorkCounter
 from poise.kernels.ops import KVShape, Step
 from poise.machine import default_threads
 from poise.models.families import family
@@ -155,7 +155,7 @@ def measure_part(kernels: KernelSteps, part: Part, probe: RateProbe, repeat: int
         probe.measure()
     plan.profiling = False
     counter = WorkCounter(kernels.backend.operations)
-    counter.add(step, kernels.backend.spared_keys)
+    counter.add(Rows.of(step), kernels.backend.spared_keys)
     by_name: dict[str, dict[str, float]] = {}
     for operation, work, begin, end in zip(
         kernels.backend.operations, counter.by_operation(), best, best[1:]

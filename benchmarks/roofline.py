@@ -22,7 +22,7 @@ from kernels import RECORDS, KernelSteps, Part
 from poise.bench.record import write_bytes
 from poise.bench.runner import provenance
 from poise.kernels.cpu.rates import MachineRates, RateProbe
-from poise.kernels.cpu.recorded import WorkCounter
+from poise.kernels.cpu.recorded import Rows, WorkCounter
 from poise.machine import default_threads
 from poise.weights.pull import resolve_model
 
@@ -57,7 +57,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     kernels = KernelSteps(resolve_model(arguments.model, offline=True), arguments.threads)
     step = kernels.step(DECODE)
     counter = WorkCounter(kernels.backend.operations)
-    counter.add(step)
+    counter.add(Rows.of(step))
     needed = sum(work.read_bytes for work in counter.by_operation())
     probe = RateProbe(kernels.backend.arena.used_bytes, arguments.threads)
     kernels.run(step)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.core.output import NewRequest, ScheduledRequest, SchedulerOutput
+from poise.kernels.cpu.recorded import Rows
 from poise.kernels.ops import Step
 from poise.sampling.rows import (
     NO_LOGPROBS,
@@ -36,6 +37,7 @@ class RequestState:
     """One request as the executor holds it."""
 
     tokens: Int32s
+    token_at: memoryview  # the same, for single ones
     num_known: int
     num_prompt: int
     block_tables: Int32s  # [KV groups, blocks]
@@ -75,16 +77,33 @@ class LogitRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step ready to run; `logit_rows[i]` tells what sampling record and result `i` are for.
-
-    `result_bytes` are the `results` as the native side fills them.
+    """A step ready to run; `logit_rows[i]` tells what sampling record and result `i` are for. Its arrays are those of the
+    next step of this shape, too. `result_view` are the bytes of the results, for Python to read.
     """
 
     step: Step
     logit_rows: list[LogitRow]
     sampling: NDArray[np.uint8]
     result_bytes: NDArray[np.uint8]
-    results: Records
+    result_view: memoryview
+    rows: Rows
+
+    @property
+    def results(self) -> Records:
+        """The results by field."""
+        return self.result_bytes.view(RESULT_TYPE)
+
+
+class _Arrays(NamedTuple):
+    """What a step and its batch are made of, block tables apart."""
+
+    token_ids: Int32s
+    positions: Int32s
+    query_start: Int32s
+    logit_rows: Int32s
+    sampling: NDArray[np.uint8]
+    result_bytes: NDArray[np.uint8]
+    result_view: memoryview
 
 
 class InputBatch:
@@ -110,16 +129,22 @@ class InputBatch:
         self._states: dict[int, RequestState] = {}
         self._token_ids = np.zeros(max_rows, np.int32)
         self._positions = np.zeros(max_rows, np.int32)
+        self._logit_indices = np.zeros(max_rows, np.int32)
         self._counting = np.arange(max_model_len + 1, dtype=np.int32)
         self._query_start = np.zeros(max_num_seqs + 1, np.int32)
         self._block_tables = np.zeros((max_num_seqs, num_groups, max_blocks), np.int32)
         self._groups = slice(num_groups - num_draft_groups)
         self._draft_groups = slice(num_groups - num_draft_groups, num_groups)
         self._rows = SamplingRows(max_rows)
-        self._results: Records = np.zeros(max_rows, RESULT_TYPE)
-        # Made once: with its data gone cold in a step, each of numpy's calls costs microseconds.
         self._sampling_bytes = self._rows.records.view(np.uint8)
-        self._result_bytes = self._results.view(np.uint8)
+        self._result_bytes = np.zeros(max_rows * RESULT_TYPE.itemsize, np.uint8)
+        # With its data gone cold in a step, each of numpy's calls costs microseconds: single numbers go through
+        # memoryviews, and the arrays of a step are kept for the next one of its shape.
+        self._token_at = self._token_ids.data
+        self._position_at = self._positions.data
+        self._query_start_at = self._query_start.data
+        self._logit_index_at = self._logit_indices.data
+        self._last_arrays: tuple[tuple[int, int, int], _Arrays] | None = None
         self._versions = count()
         self._versions_in_place = [-1] * max_num_seqs  # which content each row of block tables has
         self._last_tables: tuple[tuple[int, slice, int], Int32s] | None = None
@@ -143,16 +168,17 @@ class InputBatch:
     def build(self, output: SchedulerOutput) -> Batch:
         """Lays out the step's rows in the scheduler's order; its changes have been applied, all drafts are placed."""
         row = 0
+        spans: list[tuple[int, int]] = []
         logit_rows: list[LogitRow] = []
-        logit_indices: list[int] = []
         most_blocks = 1
         for i, scheduled in enumerate(output.scheduled):
             state = self._states[scheduled.request_id]
             start = scheduled.start
             end, last = row + scheduled.num_rows, start + scheduled.num_rows
-            if last == start + 1:  # decoding: two numbers cost less than two slices
-                self._token_ids[row] = state.tokens[start]
-                self._positions[row] = start
+            spans.append((start, scheduled.num_rows))
+            if last == start + 1:  # decoding
+                self._token_at[row] = state.token_at[start]
+                self._position_at[row] = start
             else:
                 self._token_ids[row:end] = state.tokens[start:last]
                 self._positions[row:end] = self._counting[start:last]
@@ -163,38 +189,37 @@ class InputBatch:
                     fill_target(
                         self._rows,
                         len(logit_rows),
-                        int(state.tokens[position + 1]),
+                        state.token_at[position + 1],
                         state.prompt_logprobs,
                     )
-                    logit_indices.append(row + position - start)
+                    self._logit_index_at[len(logit_rows)] = row + position - start
                     logit_rows.append(LogitRow(scheduled.request_id, False))
             if scheduled.samples:
                 for place in range(scheduled.num_drafts + 1):
                     known = state.num_known + place
                     is_last = place == scheduled.num_drafts
-                    draft = NO_DRAFT if is_last else int(state.tokens[known])
+                    draft = NO_DRAFT if is_last else state.token_at[known]
                     row_index = len(logit_rows)
                     verified = scheduled.unplaced_draft if is_last else draft
                     state.sampling.fill(self._rows, row_index, state.tokens, known, place, verified)
-                    logit_indices.append(end - 1 - scheduled.num_drafts + place)
+                    self._logit_index_at[row_index] = end - 1 - scheduled.num_drafts + place
                     logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
             row = end
-            self._query_start[i + 1] = row
-        return self._batch(
-            len(output.scheduled), row, most_blocks, logit_indices, logit_rows, self._groups
-        )
+            self._query_start_at[i + 1] = row
+        return self._batch(spans, row, most_blocks, logit_rows, self._groups)
 
     def build_drafts(
         self, requests: Sequence[DraftRows], *, own_groups: bool, draws: bool
     ) -> Batch:
         """Lays out a step of the model that drafts. If it `draws`, result i is the token behind the rows of request i."""
         row = 0
+        spans: list[tuple[int, int]] = []
         logit_rows: list[LogitRow] = []
-        logit_indices: list[int] = []
         most_blocks = 1
         for i, (request_id, start, last) in enumerate(requests):
             state = self._states[request_id]
             end = row + last - start
+            spans.append((start, last - start))
             self._token_ids[row:end] = state.tokens[start:last]
             self._positions[row:end] = self._counting[start:last]
             self._place_tables(i, state)
@@ -203,12 +228,12 @@ class InputBatch:
                 place = last - state.num_known
                 state.sampling.fill(self._rows, i, state.tokens, last, place)
                 self._rows.records[i]["num_logprobs"] = NO_LOGPROBS
-                logit_indices.append(end - 1)
+                self._logit_index_at[i] = end - 1
                 logit_rows.append(LogitRow(request_id, True, place))
             row = end
-            self._query_start[i + 1] = row
+            self._query_start_at[i + 1] = row
         groups = self._draft_groups if own_groups else self._groups
-        return self._batch(len(requests), row, most_blocks, logit_indices, logit_rows, groups)
+        return self._batch(spans, row, most_blocks, logit_rows, groups)
 
     def _place_tables(self, i: int, state: RequestState) -> None:
         """Makes the block tables of sequence `i` those of a request, unless they are already."""
@@ -230,36 +255,49 @@ class InputBatch:
 
     def _batch(
         self,
-        num_sequences: int,
+        spans: list[tuple[int, int]],
         num_rows: int,
         most_blocks: int,
-        logit_indices: list[int],
         logit_rows: list[LogitRow],
         groups: slice,
     ) -> Batch:
-        """What the arrays hold for so many requests; the block tables are those of some KV groups."""
-        num_logit_rows = len(logit_rows)
+        """What the arrays hold for rows in these spans; the block tables are those of some KV groups."""
+        shape = (len(spans), num_rows, len(logit_rows))
+        if self._last_arrays is None or self._last_arrays[0] != shape:
+            self._last_arrays = (shape, self._arrays(*shape))
+        arrays = self._last_arrays[1]
+        tables = self._tables(len(spans), groups, most_blocks)
         step = Step(
-            token_ids=self._token_ids[:num_rows],
-            positions=self._positions[:num_rows],
-            query_start=self._query_start[: num_sequences + 1],
-            block_tables=self._tables(num_sequences, groups, most_blocks),
-            logit_rows=np.array(logit_indices, dtype=np.int32),
+            arrays.token_ids, arrays.positions, arrays.query_start, tables, arrays.logit_rows
         )
         return Batch(
             step,
             logit_rows,
-            self._sampling_bytes[: num_logit_rows * ROW_TYPE.itemsize],
-            self._result_bytes[: num_logit_rows * RESULT_TYPE.itemsize],
-            self._results[:num_logit_rows],
+            arrays.sampling,
+            arrays.result_bytes,
+            arrays.result_view,
+            Rows(spans, self._logit_index_at[: len(logit_rows)].tolist()),
         )
 
-    def append(self, request_id: int, token_id: int) -> None:
-        """Makes a drawn token known."""
+    def _arrays(self, num_sequences: int, num_rows: int, num_logit_rows: int) -> _Arrays:
+        result_bytes = self._result_bytes[: num_logit_rows * RESULT_TYPE.itemsize]
+        return _Arrays(
+            self._token_ids[:num_rows],
+            self._positions[:num_rows],
+            self._query_start[: num_sequences + 1],
+            self._logit_indices[:num_logit_rows],
+            self._sampling_bytes[: num_logit_rows * ROW_TYPE.itemsize],
+            result_bytes,
+            result_bytes.data,
+        )
+
+    def append(self, request_id: int, token_id: int) -> RequestState:
+        """Makes a drawn token known; returns whose it is."""
         state = self._states[request_id]
-        if state.num_known < len(state.tokens):
-            state.tokens[state.num_known] = token_id
+        if state.num_known < len(state.token_at):
+            state.token_at[state.num_known] = token_id
         state.num_known += 1
+        return state
 
     def settle(self, scheduled: ScheduledRequest) -> None:
         """The request's tokens of a step with drafts are known: pages past the last but one are not its own any more."""
@@ -285,6 +323,7 @@ class InputBatch:
         tables[:, :num_blocks] = new.block_tables
         return RequestState(
             tokens=tokens,
+            token_at=tokens.data,
             num_known=num_known,
             num_prompt=new.num_prompt_tokens,
             block_tables=tables,

@@ -17,7 +17,7 @@ from poise.core.step_time import StepShape, StepTimeModel
 from poise.executor.input_batch import DraftRows, InputBatch
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.ops import Step
-from poise.sampling.rows import OK, token_ids
+from poise.sampling.rows import OK, outcomes
 
 
 class ModelDrafter:
@@ -122,9 +122,7 @@ class ModelDrafter:
         num_rows, num_drawn = len(batch.step.token_ids), len(batch.logit_rows)
         shape = StepShape(num_drawn, num_rows - num_drawn, 0, num_drawn)
         self._times.observe(shape, monotonic() - begin)
-        statuses = batch.results["status"].tolist()
-        drawn = zip(statuses, token_ids(batch.results), strict=True)
-        return [token_id if status == OK else 0 for status, token_id in drawn]
+        return [token_id if status == OK else 0 for status, token_id in outcomes(batch.result_view)]
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Of drafting so many tokens for each of these requests, none of which computes its prompt."""

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.core.output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs, WorkDone
-from poise.executor.input_batch import NO_DRAFT, InputBatch
+from poise.executor.input_batch import NO_DRAFT, Batch, InputBatch
 from poise.executor.model_draft import ModelDrafter
 from poise.executor.profile import ExecutorProfile
 from poise.kernels.cpu.backend import CPUBackend
 from poise.kernels.cpu.recorded import WorkCounter
 from poise.kernels.ops import Step
-from poise.sampling.rows import OK, token_ids, token_logprobs
+from poise.sampling.rows import OK, outcomes, token_logprobs
 
 
 class ModelRunner:
@@ -44,18 +44,18 @@ class ModelRunner:
         profile, self._profile = self._profile, None
         return profile
 
-    def _run(self, step: Step, sampling: NDArray[np.uint8], results: NDArray[np.uint8]) -> None:
+    def _run(self, batch: Batch) -> None:
         begin = monotonic_ns()
-        self._backend.run(step, sampling, results)
+        self._backend.run(batch.step, batch.sampling, batch.result_bytes)
         end = monotonic_ns()
         self._native_nanoseconds += end - begin
-        alone = len(step.query_start) == 2
+        alone = len(batch.rows.spans) == 1
         spared_keys = () if alone else self._backend.spared_keys
-        self._work.add(step, spared_keys)
+        self._work.add(batch.rows, spared_keys)
         if self._profile is not None:
             plan = self._backend.plan
             times, waits = plan.operation_times, plan.worker_waits
-            self._profile.add(step, begin, end, times, waits, spared_keys)
+            self._profile.add(batch.rows, begin, end, times, waits, spared_keys)
 
     def work_done(self) -> WorkDone:
         """Of all steps so far."""
@@ -70,18 +70,18 @@ class ModelRunner:
             return ModelRunnerOutput(token_ids={})
         draft_seconds = self._drafter.draft(output) if self._drafter is not None else 0.0
         batch = self._batch.build(output)
-        self._run(batch.step, batch.sampling, batch.result_bytes)
+        self._run(batch)
         drawn: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         broken: set[int] = set()
-        statuses: list[int] = batch.results["status"].tolist()
         counts = True  # of a row behind a draft: the draft was drawn
-        for i, (row, token_id) in enumerate(zip(batch.logit_rows, token_ids(batch.results))):
+        drawn_rows = zip(batch.logit_rows, outcomes(batch.result_view), strict=True)
+        for i, (row, (status, token_id)) in enumerate(drawn_rows):
             if row.place and not counts:
                 continue
-            counts = statuses[i] == OK and token_id == row.draft
-            if statuses[i] != OK:
+            counts = status == OK and token_id == row.draft
+            if status != OK:
                 if row.place:
                     continue  # it breaks again when its draft is known
                 if row.draft == NO_DRAFT:
@@ -90,8 +90,7 @@ class ModelRunner:
                     drawn[row.request_id] = []
             elif row.draws:
                 drawn.setdefault(row.request_id, []).append(token_id)
-                self._batch.append(row.request_id, token_id)
-                if self._batch[row.request_id].wants_logprobs:
+                if self._batch.append(row.request_id, token_id).wants_logprobs:
                     logprobs.setdefault(row.request_id, []).append(token_logprobs(batch.results, i))
             else:
                 prompt_logprobs.setdefault(row.request_id, []).append(

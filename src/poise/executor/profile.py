@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poise.kernels.cpu.recorded import RecordedOperation, WorkCounter
-from poise.kernels.ops import Step
+from poise.kernels.cpu.recorded import RecordedOperation, Rows, WorkCounter
 
 TRACED_STEPS = 256  # the last ones
 
@@ -55,7 +54,7 @@ class ExecutorProfile:
 
     def add(
         self,
-        step: Step,
+        rows: Rows,
         begin: int,
         end: int,
         boundaries: Sequence[int],
@@ -63,7 +62,7 @@ class ExecutorProfile:
         spared_keys: Sequence[int] = (),
     ) -> None:
         """Takes a step that ran from `begin` to `end` (ns); `spared_keys` by KV group."""
-        traced = TracedStep(begin, end, len(step.token_ids), len(step.logit_rows), boundaries)
+        traced = TracedStep(begin, end, rows.num_rows, len(rows.wanted), boundaries)
         self.num_steps += 1
         self.num_rows += traced.rows
         self.num_logit_rows += traced.logit_rows
@@ -71,7 +70,7 @@ class ExecutorProfile:
         self._waited += np.array(waits, np.int64)
         times = np.array(boundaries, np.int64)
         self._nanoseconds += times[1:] - times[:-1]
-        self._work.add(step, spared_keys)
+        self._work.add(rows, spared_keys)
         self.traced.append(traced)
 
     @property

@@ -7,7 +7,7 @@ Does not know steps or batches. Invariant: whatever a row points at is kept aliv
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,8 @@ _NUM_BANNED = _OFFSETS["num_banned"]
 _TARGET = _OFFSETS["target"]
 _DRAFT = _OFFSETS["draft"]
 _NUM_LOGPROBS = _OFFSETS["num_logprobs"]
+_OUTCOME = struct.Struct(f"=ii{RESULT_TYPE.itemsize - 8}x")  # a result begins with these two
+assert list(RESULT_TYPE.fields or ())[:2] == ["status", "token_id"]
 _pack_u64 = struct.Struct("=Q").pack_into
 _pack_u32 = struct.Struct("=I").pack_into
 _pack_i32 = struct.Struct("=i").pack_into
@@ -178,10 +180,9 @@ def fill_target(rows: SamplingRows, index: int, token_id: int, num_logprobs: int
     rows.write(index, record)
 
 
-def token_ids(results: Records) -> list[int]:
-    """The token of each result; −1 for a broken row (its `status` says why)."""
-    tokens: list[int] = results["token_id"].tolist()
-    return tokens
+def outcomes(result_view: memoryview) -> Iterable[tuple[int, int]]:
+    """The status and the token of each of some records; −1 is the token of a broken row."""
+    return _OUTCOME.iter_unpack(result_view)
 
 
 def token_logprobs(results: Records, index: int) -> TokenLogprobs:

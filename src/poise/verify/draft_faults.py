@@ -5,7 +5,7 @@ Nothing here runs unless asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +19,14 @@ from poise.executor.input_batch import Batch, InputBatch, LogitRow
 from poise.kernels.ops import Step
 from poise.kernels.reference import ReferenceBackend
 from poise.kernels.reference_math import F32
-from poise.sampling.rows import NO_LOGPROBS, Int32s, Records, SamplingRows, SamplingState
-from poise.sampling.rows import token_ids as drawn_ids
+from poise.sampling.rows import (
+    NO_LOGPROBS,
+    RESULT_TYPE,
+    Int32s,
+    SamplingRows,
+    SamplingState,
+)
+from poise.sampling.rows import outcomes as true_outcomes
 from poise.spec_decode import acceptance
 
 Slots = set[tuple[int, int, int]]  # KV group, block, offset
@@ -71,7 +77,7 @@ def drafted_kv_left_visible() -> Iterator[None]:
 @contextmanager
 def accept_if_argmax_equal() -> Iterator[None]:
     """A draft is accepted if it is the most likely token, whatever the request draws there."""
-    build, fill, read = InputBatch.build, SamplingState.fill, drawn_ids
+    build, fill = InputBatch.build, SamplingState.fill
     rows: list[LogitRow] = []
 
     def build_and_remember(self: InputBatch, output: SchedulerOutput) -> Batch:
@@ -84,17 +90,16 @@ def accept_if_argmax_equal() -> Iterator[None]:
         if records.records["num_logprobs"][index] == NO_LOGPROBS:
             records.records["num_logprobs"][index] = 1  # so that the sampler tells the best one
 
-    def token_ids(results: Records) -> list[int]:
-        drawn = read(results)
-        for i, row in enumerate(rows):
-            if results["num_top"][i] and results["top_ids"][i][0] == row.draft:
-                drawn[i] = row.draft
-        return drawn
+    def outcomes(result_view: memoryview) -> Iterable[tuple[int, int]]:
+        results = np.frombuffer(result_view, RESULT_TYPE)
+        for i, (row, (status, token_id)) in enumerate(zip(rows, true_outcomes(result_view))):
+            is_best = results["num_top"][i] and results["top_ids"][i][0] == row.draft
+            yield status, row.draft if is_best else token_id
 
     with (
         patch.object(InputBatch, "build", build_and_remember),
         patch.object(SamplingState, "fill", fill_with_best),
-        patch.object(model_runner, "token_ids", token_ids),
+        patch.object(model_runner, "outcomes", outcomes),
     ):
         yield
 

@@ -14,40 +14,34 @@ from poise.engine.profile import EngineProfile, StepTimes, profile_report, trace
 from poise.engine.utilisation import Utilisation
 from poise.executor.stored_rates import StoredRates, store_rates, stored_rates
 from poise.kernels.cpu.rates import MachineRates, ReadRate, measure_rates
-from poise.kernels.cpu.recorded import RecordedOperation, Sizes, WorkCounter
+from poise.kernels.cpu.recorded import RecordedOperation, Rows, WorkCounter
 from poise.kernels.ops import Step
 
 
-def step(*sequences: tuple[int, int], logit_rows: int = 1) -> Step:
-    """Sequences given as (first position, rows)."""
+def rows_of(*sequences: tuple[int, int], logit_rows: int = 1) -> Rows:
+    """Of a step's arrays; sequences given as (first position, rows)."""
     counts = [count for _, count in sequences]
     positions = np.concatenate([np.arange(first, first + n) for first, n in sequences])
-    return Step(
+    step = Step(
         token_ids=np.zeros(sum(counts), np.int32),
         positions=positions.astype(np.int32),
         query_start=np.cumsum([0, *counts]).astype(np.int32),
         block_tables=np.zeros((len(counts), 1), np.int32),
         logit_rows=np.arange(logit_rows, dtype=np.int32),
     )
+    rows = Rows.of(step)
+    assert rows.spans == list(sequences)
+    assert rows.num_rows == sum(counts)
+    return rows
 
 
-def test_sizes_count_keys_by_sequence_and_by_row() -> None:
-    sizes = Sizes()
-    sizes.add(step((10, 1), (0, 3)), None)
-    assert (sizes.steps, sizes.rows, sizes.logit_rows) == (1, 4, 1)
-    assert sizes.keys_read == 11 + 3
-    assert sizes.keys_attended == 11 + (1 + 2 + 3)
+def test_keys_are_counted_by_sequence_and_by_row() -> None:
+    assert rows_of((10, 1), (0, 3)).keys(None) == (11 + 3, 11 + (1 + 2 + 3))
 
 
 def test_a_window_bounds_the_keys() -> None:
-    sizes = Sizes()
-    sizes.add(step((10, 1), (0, 3)), 4)
-    assert sizes.keys_read == 4 + 3
-    assert sizes.keys_attended == 4 + (1 + 2 + 3)
-    chunk = Sizes()
-    chunk.add(step((10, 3)), 4)
-    assert chunk.keys_read == 6  # positions 7 … 12
-    assert chunk.keys_attended == 12
+    assert rows_of((10, 1), (0, 3)).keys(4) == (4 + 3, 4 + (1 + 2 + 3))
+    assert rows_of((10, 3)).keys(4) == (6, 12)  # positions 7 … 12
 
 
 def test_keys_that_another_pass_served_are_not_read() -> None:
@@ -57,8 +51,8 @@ def test_keys_that_another_pass_served_are_not_read() -> None:
             RecordedOperation("attention", bytes_per_key=7, flops_per_key=5, window=64, kv_group=1),
         ]
     )
-    counter.add(step((300, 1), (280, 1)), [256, 0])
-    counter.add(step((300, 1)))
+    counter.add(rows_of((300, 1), (280, 1)), [256, 0])
+    counter.add(rows_of((300, 1)))
     full, local = counter.by_operation()
     assert full.read_bytes == 7 * (301 + 281 - 256 + 301)
     assert full.flops == 5 * (301 + 281 + 301)
@@ -75,8 +69,8 @@ def test_weights_are_read_once_a_step_and_output_rows_by_tiles() -> None:
             RecordedOperation("logits", weight_bytes=100, flops_per_row=200),
         ]
     )
-    counter.add(step((0, 40), logit_rows=33))
-    counter.add(step((40, 1)))
+    counter.add(rows_of((0, 40), logit_rows=33))
+    counter.add(rows_of((40, 1)))
     work = counter.by_operation()
     assert [w.read_bytes for w in work] == [41 * 10, 2 * 1000, 7 * (40 + 41), 3 * 100]
     assert [w.flops for w in work] == [0, 41 * 2000, 5 * (820 + 41), 34 * 200]
@@ -93,12 +87,12 @@ def test_rows_that_nobody_asks_for_are_no_work_behind_the_last_kv_write() -> Non
             RecordedOperation("gated_mlp", weight_bytes=1000, flops_per_row=2000, wanted_only=True),
         ]
     )
-    counter.add(step((10, 3), (20, 2), logit_rows=0))
-    counter.add(step((10, 3), (20, 2), logit_rows=2))  # positions 10 and 11
+    counter.add(rows_of((10, 3), (20, 2), logit_rows=0))
+    counter.add(rows_of((10, 3), (20, 2), logit_rows=2))  # positions 10 and 11
     work = counter.by_operation()
     assert [w.read_bytes for w in work] == [7 * 12, 7 * 5, 1000]  # positions 0 … 11, and 7 … 11
     assert [w.flops for w in work] == [5 * (11 + 12), 5 * 8, 2 * 2000]
-    counter.add(step((10, 3), logit_rows=3))
+    counter.add(rows_of((10, 3), logit_rows=3))
     assert [w.flops for w in counter.by_operation()] == [5 * (23 + 36), 5 * 20, 5 * 2000]
 
 

@@ -21,7 +21,7 @@ from poise.sampling.rows import (
     SamplingRows,
     SamplingState,
     fill_target,
-    token_ids,
+    outcomes,
     token_logprobs,
 )
 
@@ -45,6 +45,10 @@ def history_of(*output: int) -> NDArray[np.int32]:
     history = np.full(64, -7, np.int32)  # what lies past the known tokens is never read
     history[: len(PROMPT) + len(output)] = [*PROMPT, *output]
     return history
+
+
+def token_ids(results: Records) -> list[int]:
+    return [token for _, token in outcomes(results.view(np.uint8).data)]
 
 
 def run(rows: SamplingRows, logits: NDArray[np.float32] = LOGITS) -> Records:

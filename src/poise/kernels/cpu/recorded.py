@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from poise.kernels.ops import LOGIT_TILE, Step
 
@@ -19,6 +20,57 @@ class Work:
 
     read_bytes: int
     flops: int
+
+
+class Rows(NamedTuple):
+    """Rows of a step. `spans`: first position and number of each sequence's; `wanted`: those whose logits are asked for.
+
+    Plain numbers: numpy's calls, whose data has gone cold in a step, would cost more than the sums.
+    """
+
+    spans: list[tuple[int, int]]
+    wanted: list[int]
+
+    @classmethod
+    def of(cls, step: Step) -> Rows:
+        """Those of its arrays."""
+        spans = [
+            (int(step.positions[begin]), end - begin)
+            for begin, end in pairwise(step.query_start.tolist())
+        ]
+        return cls(spans, step.logit_rows.tolist())
+
+    @property
+    def num_rows(self) -> int:
+        return sum(rows for _, rows in self.spans)
+
+    def keys(self, window: int | None) -> tuple[int, int]:
+        """Keys that attention with this window reads, each sequence's once, and keys that the rows attend to."""
+        read = attended = 0
+        for first, rows in self.spans:
+            if window is None:
+                read += first + rows
+                attended += rows * first + rows * (rows + 1) // 2
+            else:
+                growing = max(
+                    0, min(rows, window - first)
+                )  # rows that see all keys up to their own
+                read += min(first + rows, window - 1 + rows)
+                attended += growing * first + growing * (growing + 1) // 2
+                attended += (rows - growing) * window
+        return read, attended
+
+    def keys_of_wanted(self, window: int | None) -> tuple[int, int]:
+        """The same of the wanted rows alone."""
+        read = attended = begin = 0
+        for first, rows in self.spans:
+            ends = [first + row - begin + 1 for row in self.wanted if begin <= row < begin + rows]
+            if ends:
+                span = max(ends) if window is None else window
+                read += max(ends) - max(0, min(ends) - span)
+                attended += sum(min(end, span) for end in ends)
+            begin += rows
+        return read, attended
 
 
 @dataclass(slots=True)
@@ -34,54 +86,14 @@ class Sizes:
     keys_read: int = 0
     keys_attended: int = 0
 
-    def add(
-        self, step: Step, window: int | None, spared_keys: int = 0, wanted_only: bool = False
-    ) -> None:
-        """Takes a step, its keys as attention with this window sees them; `spared_keys` were served by another's pass.
-        `wanted_only`: of its rows only those whose logits are asked for.
-        """
-        # Plain numbers: a step that decodes has few sequences, and numpy's calls would cost more than the sums.
-        positions, starts = step.positions.tolist(), step.query_start.tolist()
-        self.logit_rows += len(step.logit_rows)
-        self.logit_tiles += -(-len(step.logit_rows) // LOGIT_TILE)
-        if wanted_only and len(step.logit_rows) < len(positions):
-            self._add_rows(step.logit_rows.tolist(), positions, starts, window, spared_keys)
-            return
-        for begin, end in pairwise(starts):
-            first, rows = positions[begin], end - begin
-            if window is None:
-                self.keys_read += first + rows
-                self.keys_attended += rows * first + rows * (rows + 1) // 2
-            else:
-                growing = max(
-                    0, min(rows, window - first)
-                )  # rows that see all keys up to their own
-                self.keys_read += min(first + rows, window - 1 + rows)
-                self.keys_attended += growing * first + growing * (growing + 1) // 2
-                self.keys_attended += (rows - growing) * window
-        self.steps += 1
-        self.rows += len(positions)
-        self.keys_read -= spared_keys
-
-    def _add_rows(
-        self,
-        wanted: list[int],
-        positions: list[int],
-        starts: list[int],
-        window: int | None,
-        spared_keys: int,
-    ) -> None:
-        """Some rows of a step, each sequence's keys once."""
-        read = 0
-        for begin, end in pairwise(starts):
-            ends = [positions[row] + 1 for row in wanted if begin <= row < end]
-            if ends:
-                span = max(ends) if window is None else window
-                read += max(ends) - max(0, min(ends) - span)
-                self.keys_attended += sum(min(end, span) for end in ends)
-        self.steps += bool(wanted)
-        self.rows += len(wanted)
-        self.keys_read += read - min(read, spared_keys)
+    def add(self, rows: int, logit_rows: int, keys_read: int, keys_attended: int) -> None:
+        """Takes a step, or what of it an operation works on."""
+        self.steps += rows > 0
+        self.rows += rows
+        self.logit_rows += logit_rows
+        self.logit_tiles += -(-logit_rows // LOGIT_TILE)
+        self.keys_read += keys_read
+        self.keys_attended += keys_attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +112,9 @@ class RecordedOperation:
     wanted_only: bool = False
 
     @property
-    def sizes_key(self) -> tuple[int | None, int, bool]:
-        """What sizes depend on."""
-        return self.window, self.kv_group, self.wanted_only
+    def sizes_key(self) -> tuple[int | None, int]:
+        """What sizes depend on, beside which rows."""
+        return self.window, self.kv_group
 
     def work(self, sizes: Sizes) -> Work:
         """Over steps whose `sizes` were taken with this operation's key."""
@@ -119,18 +131,32 @@ class WorkCounter:
 
     def __init__(self, operations: Sequence[RecordedOperation]) -> None:
         self._operations = tuple(operations)
-        self._sizes = {operation.sizes_key: Sizes() for operation in operations}
+        self._whole = {operation.sizes_key: Sizes() for operation in operations}
+        self._wanted = {o.sizes_key: Sizes() for o in operations if o.wanted_only}
         self.spared_keys = 0
 
-    def add(self, step: Step, spared_keys: Sequence[int] = ()) -> None:
+    def add(self, rows: Rows, spared_keys: Sequence[int] = ()) -> None:
         """Takes a step; `spared_keys` by KV group, none where nothing was shared."""
+        num_rows, num_wanted = rows.num_rows, len(rows.wanted)
         self.spared_keys += sum(spared_keys)
-        for (window, group, wanted_only), sizes in self._sizes.items():
-            sizes.add(step, window, spared_keys[group] if spared_keys else 0, wanted_only)
+        for key, whole in self._whole.items():
+            window, group = key
+            spared = spared_keys[group] if spared_keys else 0
+            read, attended = rows.keys(window)
+            whole.add(num_rows, num_wanted, read - spared, attended)
+            if key in self._wanted:
+                if num_wanted < num_rows:
+                    read, attended = rows.keys_of_wanted(window)
+                self._wanted[key].add(num_wanted, num_wanted, read - min(read, spared), attended)
 
     def by_operation(self) -> list[Work]:
         """In recording order."""
-        return [operation.work(self._sizes[operation.sizes_key]) for operation in self._operations]
+        return [
+            operation.work(
+                (self._wanted if operation.wanted_only else self._whole)[operation.sizes_key]
+            )
+            for operation in self._operations
+        ]
 
     def total(self) -> Work:
         parts = self.by_operation()

@@ -68,6 +68,7 @@ inline F32 join(const ColF* c) { return c[0]; }
 constexpr bool SIGNED_BYTES = false;  // i8: u = w + 128 is used as it is
 constexpr int DOT_ROWS = 4;           // rows whose dots are interleaved
 inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void prefetch_once(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 inline void prefetch_far(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 // acc += odd element, then even element, each one fma; `w` holds pairs of bf16 for 16 outputs.
@@ -176,6 +177,7 @@ inline F32 join(const ColF* c) { return {c[0].v, c[1].v}; }
 constexpr bool SIGNED_BYTES = true;
 constexpr int DOT_ROWS = 4;
 inline void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void prefetch_once(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 inline void prefetch_far(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 struct Pairs { __m256i a, b; };
@@ -223,6 +225,7 @@ inline F32 join(const ColF* c) { return c[0]; }
 constexpr bool SIGNED_BYTES = false;
 constexpr int DOT_ROWS = 1;
 inline void prefetch(const uint8_t*) {}
+inline void prefetch_once(const uint8_t*) {}
 inline void prefetch_far(const uint8_t*) {}
 struct Pairs { uint16_t v[32]; };
 inline Pairs load_pairs(const uint16_t* p) { Pairs r; memcpy(r.v, p, 64); return r; }

@@ -13,6 +13,13 @@ namespace {
 
 constexpr int PREFETCH = 3072;  // bytes ahead in the weight stream
 
+// Asks for a line of weights that a tile of so many rows will need. A single row uses it once: it need not drive from the
+// caches what the rest of a step, the Python around it above all, will want again.
+template <int ROWS> POISE_INLINE inline void ask_for(const uint8_t* line) {
+    if constexpr (ROWS == 1) prefetch_once(line);
+    else prefetch(line);
+}
+
 template <Format F> struct Group {
     static constexpr bool FIVE = F == Q5_0 || F == Q5_1 || F == Q5_K;
     static constexpr int BITS = F == Q8_0 ? 8 : F == Q6_K ? 6 : FIVE ? 5 : 4;
@@ -136,7 +143,7 @@ template <Format F> void integer_row(const uint8_t* panel, int cols, const uint8
             super = panel;
             panel += G::SUPER;
         }
-        for (int line = 0; line < G::BYTES; line += 64) prefetch(panel + PREFETCH + line);
+        for (int line = 0; line < G::BYTES; line += 64) ask_for<1>(panel + PREFETCH + line);
         row_of_group<F>(panel, super, tile, acc);
         panel += G::BYTES;
         tile += INT8_GROUP_BYTES;
@@ -160,7 +167,7 @@ template <Format F, int MR> void integer_tile(const uint8_t* panel, int cols, co
             super = panel;
             panel += G::SUPER;
         }
-        for (int line = 0; line < G::BYTES; line += 64) prefetch(panel + PREFETCH + line);
+        for (int line = 0; line < G::BYTES; line += 64) ask_for<MR>(panel + PREFETCH + line);
         Quads w[PARTS][8];
         Scales<PARTS> scales;
         for (int v = 0; v < PARTS; v++) {
@@ -236,7 +243,7 @@ template <Format F, class W, int ROWS> void pairs_tile(const uint8_t* panel, int
             super = panel;
             panel += G::SUPER;
         }
-        for (int line = 0; line < G::BYTES; line += 64) prefetch(panel + PREFETCH + line);
+        for (int line = 0; line < G::BYTES; line += 64) ask_for<ROWS>(panel + PREFETCH + line);
         Quads q[PARTS][8];
         for (int v = 0; v < PARTS; v++) G::unpack(panel, v * COLUMNS, q[v]);
         const GroupScales scales = group_scales<F>(panel, super);
@@ -277,7 +284,7 @@ template <int MR, bool HARDWARE> void bf16_tile(const uint8_t* panel, int cols, 
     unrolled<MR>([&](auto m) POISE_INLINE { acc[m] = zero(); });
     const uint32_t* pair = (const uint32_t*)tile;
     for (int k = 0; k < cols; k += 2) {
-        prefetch(panel + PREFETCH);
+        ask_for<MR>(panel + PREFETCH);
         const Pairs w = load_pairs((const uint16_t*)panel);
         unrolled<MR>([&](auto m) POISE_INLINE {
             if constexpr (HARDWARE) {
@@ -298,7 +305,7 @@ template <Format F, int MR> void float_tile(const uint8_t* panel, int cols, cons
     unrolled<MR>([&](auto m) POISE_INLINE { acc[m] = zero(); });
     const float* a = (const float*)tile;
     for (int k = 0; k < cols; k++) {
-        prefetch(panel + PREFETCH);
+        ask_for<MR>(panel + PREFETCH);
         const F32 w = F == F16 ? load_f16((const uint16_t*)panel) : load((const float*)panel);
         unrolled<MR>([&](auto m) POISE_INLINE { acc[m] = fma(w, set1(a[m]), acc[m]); });
         panel += F == F16 ? 32 : 64;
