@@ -50,7 +50,7 @@ _TARGET = _OFFSETS["target"]
 _DRAFT = _OFFSETS["draft"]
 _NUM_LOGPROBS = _OFFSETS["num_logprobs"]
 _OUTCOME = struct.Struct(f"=ii{RESULT_TYPE.itemsize - 8}x")  # a result begins with these two
-assert list(RESULT_TYPE.fields or ())[:2] == ["status", "token_id"]
+assert native.sampling_result_fields()[:2] == [("status", 0, "i4"), ("token_id", 4, "i4")]
 _pack_u64 = struct.Struct("=Q").pack_into
 _pack_u32 = struct.Struct("=I").pack_into
 _pack_i32 = struct.Struct("=i").pack_into

@@ -92,7 +92,8 @@ def accept_if_argmax_equal() -> Iterator[None]:
 
     def outcomes(result_view: memoryview) -> Iterable[tuple[int, int]]:
         results = np.frombuffer(result_view, RESULT_TYPE)
-        for i, (row, (status, token_id)) in enumerate(zip(rows, true_outcomes(result_view))):
+        drawn_rows = zip(rows, true_outcomes(result_view), strict=True)
+        for i, (row, (status, token_id)) in enumerate(drawn_rows):
             is_best = results["num_top"][i] and results["top_ids"][i][0] == row.draft
             yield status, row.draft if is_best else token_id
 

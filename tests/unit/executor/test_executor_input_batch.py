@@ -10,7 +10,8 @@ from scheduler_outputs import new, output, rows
 
 from poise.core.output import ScheduledRequest, SchedulerOutput
 from poise.executor.input_batch import Batch, InputBatch, LogitRow
-from poise.sampling.rows import ROW_TYPE
+from poise.kernels.cpu.recorded import Rows
+from poise.sampling.rows import ROW_TYPE, outcomes
 
 
 @pytest.fixture
@@ -35,7 +36,10 @@ def records_of(built):
 
 def build(batch: InputBatch, step: SchedulerOutput) -> Batch:
     batch.apply(step)
-    return batch.build(step)
+    built = batch.build(step)
+    assert built.rows == Rows.of(built.step)
+    assert len(built.results) == len(built.logit_rows)
+    return built
 
 
 def test_rows_stand_in_the_schedulers_order(batch):
@@ -64,6 +68,20 @@ def test_a_drawn_token_is_the_next_input(batch):
     assert built.step.token_ids.tolist() == [42]
     assert built.step.positions.tolist() == [2]
     assert records_of(built)["position"].tolist() == [3]  # of the token to be drawn
+
+
+def test_arrays_of_an_earlier_shape_hold_the_new_step(batch):
+    """A step of a shape that ran before, and of one with other numbers of rows in between."""
+    both = [new(1, [10, 11, 12], [3]), new(2, [20, 21], [4])]
+    build(batch, output([rows(1, 0, 1), rows(2, 0, 1)], both))
+    build(batch, output([rows(1, 1, 2, samples=True)]))
+    built = build(batch, output([rows(2, 1, 1, samples=True), rows(1, 2, 1, samples=True)]))
+    assert built.step.token_ids.tolist() == [21, 12]
+    assert built.step.positions.tolist() == [1, 2]
+    assert built.step.block_tables.tolist() == [[4], [3]]
+    built.results["status"] = [0, 1]
+    built.results["token_id"] = [42, -1]
+    assert list(outcomes(built.result_view)) == [(0, 42), (1, -1)]
 
 
 def test_block_tables_grow_and_rows_of_shorter_ones_stay_in_range(batch):
