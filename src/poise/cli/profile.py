@@ -183,6 +183,7 @@ def _show(figures: dict[str, Any]) -> None:
 
     python = figures["python_seconds"]
     total = figures["native_seconds"] + sum(value or 0 for value in python.values())
+    total += figures["profiling_seconds"]
     for name, kind in figures["operations"].items():
         seconds = kind["seconds"]
         share = shares.get(name)
@@ -198,6 +199,7 @@ def _show(figures: dict[str, Any]) -> None:
     for name, value in python.items():
         if value is not None:
             row(f"{name} (Python)", value)
+    row("profiling itself", figures["profiling_seconds"])
     console.print(table)
     waits = ", ".join(f"{wait / figures['seconds']:.1%}" for wait in figures["worker_wait_seconds"])
     click.echo(f"workers waited for each other {waits} of the time")

@@ -68,6 +68,7 @@ def profile_report(
         kind["seconds"] += operation.nanoseconds / 1e9
         kind["read_bytes"] += operation.read_bytes
         kind["flops"] += operation.flops
+    own = executor.own_nanoseconds / 1e9
     in_operations = sum(kind["seconds"] for kind in by_kind.values())
     native = executor.native_nanoseconds / 1e9
     return {
@@ -83,10 +84,11 @@ def profile_report(
         "native_seconds": native,
         "python_seconds": {
             "schedule": engine.schedule_nanoseconds / 1e9,
-            "batch and results": engine.execute_nanoseconds / 1e9 - native,
+            "batch and results": engine.execute_nanoseconds / 1e9 - native - own,
             "update": engine.update_nanoseconds / 1e9,
             "http": None if http_nanoseconds is None else http_nanoseconds / 1e9,
         },
+        "profiling_seconds": own,
         "read_bytes": sum(kind["read_bytes"] for kind in by_kind.values()),
         "flops": sum(kind["flops"] for kind in by_kind.values()),
     }

@@ -53,9 +53,10 @@ class ModelRunner:
         spared_keys = () if alone else self._backend.spared_keys
         self._work.add(batch.rows, spared_keys)
         if self._profile is not None:
-            plan = self._backend.plan
+            noted, plan = monotonic_ns(), self._backend.plan
             times, waits = plan.operation_times, plan.worker_waits
             self._profile.add(batch.rows, begin, end, times, waits, spared_keys)
+            self._profile.own_nanoseconds += monotonic_ns() - noted
 
     def work_done(self) -> WorkDone:
         """Of all steps so far."""

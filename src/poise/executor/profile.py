@@ -15,6 +15,7 @@ import numpy as np
 from poise.kernels.cpu.recorded import RecordedOperation, Rows, WorkCounter
 
 TRACED_STEPS = 256  # the last ones
+SUMMED_TOGETHER = 32  # steps: numpy, gone cold in a step, is called for many of them at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,14 @@ class ExecutorProfile:
     def __init__(self, operations: Sequence[RecordedOperation], threads: int) -> None:
         self._names = [operation.name for operation in operations]
         self._work = WorkCounter(operations)
+        self._not_summed: list[tuple[Sequence[int], Sequence[int]]] = []  # boundaries, waits
         self._nanoseconds = np.zeros(len(operations), np.int64)
         self._waited = np.zeros(threads, np.int64)
         self.num_steps = 0
         self.num_rows = 0
         self.num_logit_rows = 0
         self.native_nanoseconds = 0
+        self.own_nanoseconds = 0  # what taking steps took, which serving does not
         self.traced: deque[TracedStep] = deque(maxlen=TRACED_STEPS)
 
     def add(
@@ -67,11 +70,19 @@ class ExecutorProfile:
         self.num_rows += traced.rows
         self.num_logit_rows += traced.logit_rows
         self.native_nanoseconds += end - begin
-        self._waited += np.array(waits, np.int64)
-        times = np.array(boundaries, np.int64)
-        self._nanoseconds += times[1:] - times[:-1]
+        self._not_summed.append((boundaries, waits))
+        if len(self._not_summed) == SUMMED_TOGETHER:
+            self._sum()
         self._work.add(rows, spared_keys)
         self.traced.append(traced)
+
+    def _sum(self) -> None:
+        """Adds the times of the steps that are not in the sums yet."""
+        if self._not_summed:
+            boundaries, waits = zip(*self._not_summed, strict=True)
+            self._nanoseconds += np.diff(np.array(boundaries, np.int64)).sum(axis=0)
+            self._waited += np.array(waits, np.int64).sum(axis=0)
+            self._not_summed.clear()
 
     @property
     def spared_keys(self) -> int:
@@ -86,10 +97,12 @@ class ExecutorProfile:
     @property
     def waited_nanoseconds(self) -> list[int]:
         """How long each worker waited for the others."""
+        self._sum()
         return [int(waited) for waited in self._waited]
 
     def operations(self) -> list[OperationTotals]:
         """In the order of the plan."""
+        self._sum()
         return [
             OperationTotals(name, int(nanoseconds), work.read_bytes, work.flops)
             for name, nanoseconds, work in zip(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from scheduler_outputs import new, output, rows
 from poise.engine.metrics import EngineMetrics
 from poise.engine.profile import EngineProfile, StepTimes, profile_report, trace_events
 from poise.engine.utilisation import Utilisation
+from poise.executor.profile import TRACED_STEPS, ExecutorProfile
 from poise.executor.stored_rates import StoredRates, store_rates, stored_rates
 from poise.kernels.cpu.rates import MachineRates, ReadRate, measure_rates
-from poise.kernels.cpu.recorded import RecordedOperation, Rows, WorkCounter
+from poise.kernels.cpu.recorded import COUNTED_TOGETHER, RecordedOperation, Rows, WorkCounter
 from poise.kernels.ops import Step
 
 
@@ -96,6 +98,51 @@ def test_rows_that_nobody_asks_for_are_no_work_behind_the_last_kv_write() -> Non
     assert [w.flops for w in counter.by_operation()] == [5 * (23 + 36), 5 * 20, 5 * 2000]
 
 
+def test_steps_counted_together_are_those_counted_one_by_one() -> None:
+    operations = [RecordedOperation("attention", bytes_per_key=7, flops_per_key=5)]
+    together, alone = WorkCounter(operations), WorkCounter(operations)
+    for position in range(2 * COUNTED_TOGETHER + 5):
+        together.add(rows_of((position, 1)), [position % 2])
+        alone.add(rows_of((position, 1)), [position % 2])
+        alone.total()
+    assert together.total() == alone.total()
+    assert together.spared_keys == alone.spared_keys == COUNTED_TOGETHER + 2
+
+
+def test_no_step_is_lost_to_a_reader_in_another_thread() -> None:
+    counter, num_steps = WorkCounter([RecordedOperation("embed", weight_bytes=10)]), 20_000
+    row, seen, done = rows_of((0, 1)), [0], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(counter.total().read_bytes)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(num_steps):
+        counter.add(row)
+    done.set()
+    reader.join()
+    assert seen == sorted(seen)
+    assert counter.total().read_bytes == num_steps * 10
+
+
+def test_a_profile_sums_all_steps_and_keeps_the_last() -> None:
+    profile = ExecutorProfile([RecordedOperation("embed"), RecordedOperation("logits")], threads=2)
+    num_steps = TRACED_STEPS + 7
+    for step in range(num_steps):
+        begin = step * 100
+        profile.add(rows_of((step, 1)), begin, begin + 60, [begin, begin + 10, begin + 50], [3, 4])
+    assert [operation.nanoseconds for operation in profile.operations()] == [
+        10 * num_steps, 40 * num_steps
+    ]  # fmt: skip
+    assert profile.waited_nanoseconds == [3 * num_steps, 4 * num_steps]
+    assert profile.native_nanoseconds == 60 * num_steps
+    assert [traced.begin for traced in profile.traced] == [
+        step * 100 for step in range(7, num_steps)
+    ]
+
+
 @pytest.fixture
 def executor(tmp_path, monkeypatch):
     return load(tiny_gguf(tmp_path, "llama"), monkeypatch, "baseline", threads=2).executor
@@ -157,15 +204,20 @@ def test_the_report_adds_up_and_the_trace_is_json(executor) -> None:
     executor.start_profile()
     two_steps(executor)
     profile = executor.stop_profile()
+    assert profile.own_nanoseconds > 0
     engine = EngineProfile(begin=0)
-    engine.add(StepTimes(0, 1_000, 1_000 + profile.native_nanoseconds, 2_000 + 10**9))
+    executed = 1_000 + profile.native_nanoseconds + profile.own_nanoseconds + 3_000
+    engine.add(StepTimes(0, 1_000, executed, executed + 2_000))
     figures = profile_report(engine, profile, end=2 * 10**9, http_nanoseconds=500)
     kinds = figures["operations"]
     assert kinds["attention"]["operations"] == kinds["gated_mlp"]["operations"]
     together = sum(kind["seconds"] for kind in kinds.values()) + figures["other_native_seconds"]
     assert together == pytest.approx(figures["native_seconds"])
     assert figures["python_seconds"]["schedule"] == 1e-6
+    assert figures["python_seconds"]["batch and results"] == pytest.approx(3e-6)
+    assert figures["python_seconds"]["update"] == 2e-6
     assert figures["python_seconds"]["http"] == 5e-7
+    assert figures["profiling_seconds"] == profile.own_nanoseconds / 1e9
     assert json.loads(json.dumps(figures)) == figures
     events = json.loads(json.dumps(trace_events(engine, profile)))["traceEvents"]
     assert sum(event["name"] == "step" for event in events) == 2
