@@ -131,8 +131,9 @@ class RecordedOperation:
 
 
 class WorkCounter:
-    """The work of all steps it was given. They are counted many at once: behind a step, which leaves Python's data cold, that
-    takes a fraction of the time of one by one.
+    """The work of all steps it was given. They are counted many at once, as a step leaves Python's data cold (decision 15).
+
+    One thread adds; any may read meanwhile.
     """
 
     def __init__(self, operations: Sequence[RecordedOperation]) -> None:
@@ -141,7 +142,7 @@ class WorkCounter:
         self._wanted = {o.sizes_key: Sizes() for o in operations if o.wanted_only}
         self._spared_keys = 0
         self._not_counted: deque[tuple[Rows, Sequence[int]]] = deque()
-        self._counting = Lock()  # for whoever reads metrics while steps run
+        self._counting = Lock()
 
     def add(self, rows: Rows, spared_keys: Sequence[int] = ()) -> None:
         """Takes a step; `spared_keys` by KV group, none where nothing was shared."""
