@@ -236,7 +236,8 @@ class LLMEngine:
         for update in updates:
             self._take_update(update, now)
         if self._profile is not None:
-            self._profile.add(StepTimes(begin, scheduled_at, executed_at, monotonic_ns()))
+            times = StepTimes(begin, scheduled_at, executed_at, monotonic_ns())
+            self._profile.add(times, goes_on=bool(self._choices))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: BaseException) -> None:
         """Ends the requests of a step that raised; the others go on."""

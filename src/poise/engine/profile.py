@@ -44,9 +44,15 @@ class EngineProfile:
         self.schedule_nanoseconds = 0
         self.execute_nanoseconds = 0
         self.update_nanoseconds = 0
+        self.between_nanoseconds = 0
+        self._goes_on = False
         self.traced: deque[StepTimes] = deque(maxlen=TRACED_STEPS)
 
-    def add(self, times: StepTimes) -> None:
+    def add(self, times: StepTimes, goes_on: bool) -> None:
+        """`goes_on`: requests remain, so that until the next step begins the engine hands out deltas and takes commands."""
+        if self._goes_on:
+            self.between_nanoseconds += times.begin - self.traced[-1].done
+        self._goes_on = goes_on
         self.num_steps += 1
         self.schedule_nanoseconds += times.scheduled - times.begin
         self.execute_nanoseconds += times.executed - times.scheduled
@@ -86,6 +92,7 @@ def profile_report(
             "schedule": engine.schedule_nanoseconds / 1e9,
             "batch and results": engine.execute_nanoseconds / 1e9 - native - own,
             "update": engine.update_nanoseconds / 1e9,
+            "between steps": engine.between_nanoseconds / 1e9,
             "http": None if http_nanoseconds is None else http_nanoseconds / 1e9,
         },
         "profiling_seconds": own,

@@ -17,6 +17,7 @@ from poise.engine.client import ChoiceDelta, EngineClient, EngineRequest, Reques
 from poise.server.http_errors import ClientGoneError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+PassOn = Callable[[RequestDelta], bool]
 
 
 class Arrivals:
@@ -38,6 +39,8 @@ class Arrivals:
         self._heartbeat_seconds = heartbeat_seconds
         self._pending: list[tuple[int, RequestDelta]] = []
         self._wakeup = asyncio.Event()
+        self._waiting = False  # `take` stands at `_wakeup`: all that came before was taken
+        self._pass_on: PassOn | None = None
         self._num_running = len(requests)
         self._failure: Exception | None = None
         self._client_gone = False
@@ -93,15 +96,42 @@ class Arrivals:
                 self._last_taken = self._loop.time()
                 return []
             self._wakeup.clear()
-            await self._wakeup.wait()
+            self._waiting = True
+            try:
+                await self._wakeup.wait()
+            finally:
+                self._waiting = False
+
+    def pass_on(self, function: PassOn) -> None:
+        """From now on `function` may have a delta at once, without waking whoever takes; where it returns False, `take` has it.
+
+        It gets deltas of a request's only prompt, in order with what is taken, but for the last one.
+        """
+        if len(self._requests) == 1:
+            self._pass_on = function
 
     def _deliver(self, index: int, output: RequestDelta | Exception) -> None:
         if isinstance(output, Exception):
             self._failure = self._failure or output
+        elif self._was_passed_on(output):
+            return
         else:
             self._pending.append((index, output))
             self._num_running -= output.stats is not None
         self._wakeup.set()
+
+    def _was_passed_on(self, delta: RequestDelta) -> bool:
+        in_order = self._waiting and not self._wakeup.is_set()
+        if self._pass_on is None or not in_order or delta.stats is not None:
+            return False
+        try:
+            if not self._pass_on(delta):
+                return False
+        except Exception as error:  # one answer's; the caller has deltas for others
+            self._failure = self._failure or error
+            self._wakeup.set()
+        self._last_taken = self._loop.time()
+        return True
 
     async def _watch_client(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

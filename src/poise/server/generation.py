@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,7 @@ from poise.server.formats import (
     asked_prompt_logprobs,
 )
 from poise.server.http_errors import ClientGoneError, describe, encode_error, printable
+from poise.server.http_protocol import PARTS, Parts
 from poise.server.limits import Ticket
 from poise.server.protocol import Answer
 from poise.server.state import ServerState
@@ -70,7 +71,7 @@ class Generation:
         else:
             self._format = CompletionFormat(request, self._tally, names, state.tokenizer)
 
-    async def __call__(self, scope: object, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         begin = time.monotonic()
         outcome: str | None = "error"
         refused = False  # by the engine, before it made anything
@@ -84,7 +85,8 @@ class Generation:
                 ) as arrivals:
                     with self._booked():
                         if self._request.stream:
-                            await self._stream(arrivals, send)
+                            parts = scope.get("extensions", {}).get(PARTS)
+                            await self._stream(arrivals, send, parts)
                         else:
                             await self._whole(arrivals, send)
             outcome = None
@@ -160,13 +162,22 @@ class Generation:
         await self._start(send, [(b"content-type", b"application/json"), length])
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, arrivals: Arrivals, send: Send) -> None:
-        """Writes one body chunk for all that a step brought.
+    async def _stream(self, arrivals: Arrivals, send: Send, parts: Parts | None) -> None:
+        """Writes one body chunk for all that a step brought, by `parts` where the server has them and the reader keeps up.
 
         The response starts with the first delta (or heartbeat), so that an error before it still has its own status.
         """
         head, tail = self._frame()
         opening = self._opening(head, tail)
+
+        def write_at_once(delta: RequestDelta) -> bool:
+            if parts is None or not parts.can_write:
+                return False
+            if events := self._events([(0, delta)], head, tail):
+                parts.write(events)
+            return True
+
+        arrivals.pass_on(write_at_once)
         while (arrived := await arrivals.take()) is not None:
             if not self._response_started:
                 await self._start_stream(send)

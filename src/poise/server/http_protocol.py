@@ -8,13 +8,36 @@ from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from poise.server.http_errors import ErrorBody, encode_error
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
 STALLED_SECONDS = 300.0
+PARTS = "poise.parts"  # name of the ASGI extension that holds a request's Parts
+
+
+class Parts:
+    """Writes parts of a streamed answer at once and from anywhere, where `send` is a chain of coroutines for a task."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a streamed answer has begun, has not ended, and its reader keeps up."""
+        cycle = self._cycle
+        return (
+            cycle.chunked_encoding is True
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+        )
+
+    def write(self, body: bytes) -> None:
+        """Writes a part, which isn't empty, while `can_write`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -51,6 +74,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # else it was no request
+            self.scope["extensions"] = {PARTS: Parts(self.cycle)}  # type: ignore[dict-item]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -207,7 +207,11 @@ def test_the_report_adds_up_and_the_trace_is_json(executor) -> None:
     assert profile.own_nanoseconds > 0
     engine = EngineProfile(begin=0)
     executed = 1_000 + profile.native_nanoseconds + profile.own_nanoseconds + 3_000
-    engine.add(StepTimes(0, 1_000, executed, executed + 2_000))
+    done = executed + 2_000
+    engine.add(StepTimes(0, 1_000, executed, done), goes_on=False)
+    # Nothing was left to do for a while; 700 ns between the other two steps.
+    engine.add(StepTimes(done + 10**6, done + 10**6, done + 10**6, done + 10**6), goes_on=True)
+    engine.add(StepTimes(*[done + 10**6 + 700] * 4), goes_on=True)
     figures = profile_report(engine, profile, end=2 * 10**9, http_nanoseconds=500)
     kinds = figures["operations"]
     assert kinds["attention"]["operations"] == kinds["gated_mlp"]["operations"]
@@ -216,6 +220,7 @@ def test_the_report_adds_up_and_the_trace_is_json(executor) -> None:
     assert figures["python_seconds"]["schedule"] == 1e-6
     assert figures["python_seconds"]["batch and results"] == pytest.approx(3e-6)
     assert figures["python_seconds"]["update"] == 2e-6
+    assert figures["python_seconds"]["between steps"] == 7e-7
     assert figures["python_seconds"]["http"] == 5e-7
     assert figures["profiling_seconds"] == profile.own_nanoseconds / 1e9
     assert json.loads(json.dumps(figures)) == figures

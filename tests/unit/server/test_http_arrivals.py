@@ -1,15 +1,18 @@
-"""Joined deltas say what the deltas said, in any grouping."""
+"""Joined deltas say what the deltas said, in any grouping, and none overtakes another."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.core.output import TokenLogprobs
 from poise.engine.client import ChoiceDelta, RequestDelta, RequestStats
-from poise.server.arrivals import join_deltas
+from poise.server.arrivals import Arrivals, join_deltas
 
 STATS = RequestStats(1, 0, 1, 0.0, None, 0.0)
 
@@ -59,3 +62,45 @@ def test_joined_deltas_say_the_same(
     assert joined[0].prompt_logprobs == [None]
     assert joined[-1].stats is STATS
     assert joined[-1].num_cached_tokens == len(steps) - 1
+
+
+def test_a_delta_is_passed_on_only_behind_all_before_it() -> None:
+    """The first can't be written yet; by the second it could, but the first is still to be taken."""
+    deltas = [RequestDelta("r", [ChoiceDelta(0, text, (1,))]) for text in "abcd"]
+    passed: list[RequestDelta] = []
+
+    async def run() -> list[str]:
+        delivers: list[Any] = []
+
+        def submit(request: object, deliver: Any) -> Any:
+            delivers.append(deliver)
+            return lambda: None
+
+        client: Any = SimpleNamespace(submit=submit)
+        never: Any = asyncio.Event().wait
+        async with Arrivals(client, [None], never, 60.0) as arrivals:  # type: ignore[list-item]
+            can_write = False
+
+            def pass_on(delta: RequestDelta) -> bool:
+                if can_write:
+                    passed.append(delta)
+                return can_write
+
+            arrivals.pass_on(pass_on)
+            taking = asyncio.ensure_future(arrivals.take())
+            await asyncio.sleep(0)
+            delivers[0](deltas[0])
+            can_write = True
+            delivers[0](deltas[1])
+            taken = await taking
+            assert taken is not None
+            delivers[0](deltas[2])  # nobody waits: whoever took may still be writing
+            [(_, third)] = await arrivals.take() or []
+            taking = asyncio.ensure_future(arrivals.take())
+            await asyncio.sleep(0)
+            delivers[0](deltas[3])
+            taking.cancel()
+            return [delta.choices[0].text for _, delta in taken] + [third.choices[0].text]
+
+    assert asyncio.run(run()) == ["ab", "c"]
+    assert passed == [deltas[3]]

@@ -14,7 +14,10 @@ import pytest
 from fake_server_engine import FakeEngine, events, fake_app, real_server
 from starlette.applications import Starlette
 
+from poise.engine.client import ChoiceDelta
 from poise.errors import EngineDeadError
+from poise.server.formats import CompletionFormat
+from poise.server.http_protocol import Parts
 
 
 def over_socket(app: Starlette, scenario: Callable[[str], Awaitable[Any]]) -> Any:
@@ -97,7 +100,9 @@ def test_random_hang_ups_leave_nothing_behind() -> None:
 def test_a_slow_reader_holds_up_nobody_and_misses_nothing() -> None:
     num_tokens = 10_000
     engine = FakeEngine(max_model_len=30_000, kv_capacity_tokens=30_000)
-    body = {"prompt": "a", "stream": True, "max_tokens": num_tokens, "return_token_ids": True}
+    body = {
+        "prompt": "a", "stream": True, "max_tokens": num_tokens, "temperature": 0, "return_token_ids": True,
+    }  # fmt: skip
 
     async def scenario(url: str) -> str:
         async with (
@@ -113,8 +118,98 @@ def test_a_slow_reader_holds_up_nobody_and_misses_nothing() -> None:
     chunks = events(over_socket(fake_app(engine), scenario))
     assert chunks[-1] == "[DONE]"
     ids = [token for chunk in chunks[:-1] for token in chunk["choices"][0]["token_ids"]]
-    assert len(ids) == num_tokens
+    assert ids == tokens_of_a(num_tokens)
     assert len(chunks) < num_tokens  # what waited was joined
+
+
+def tokens_of_a(num_tokens: int) -> list[int]:
+    """The fake engine's answer to the prompt "a" at temperature 0."""
+    return [97 + (97 + step) % 26 for step in range(num_tokens)]
+
+
+@pytest.fixture
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Every part of an answer that is written past the chain of `send`s."""
+    parts: list[bytes] = []
+    write = Parts.write
+    monkeypatch.setattr(Parts, "write", lambda self, body: (parts.append(body), write(self, body)))
+    return parts
+
+
+def test_a_reader_in_fits_and_starts_has_all_tokens_in_order(written_at_once: list[bytes]) -> None:
+    num_tokens = 6_000
+    engine = FakeEngine(max_model_len=30_000, kv_capacity_tokens=30_000)
+    body = {
+        "prompt": "a", "stream": True, "max_tokens": num_tokens, "temperature": 0, "return_token_ids": True,
+    }  # fmt: skip
+    rng = random.Random(3)
+
+    async def scenario(url: str) -> bytes:
+        parts = []
+        async with (
+            httpx.AsyncClient(base_url=url) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            async for part in response.aiter_raw():
+                parts.append(part)
+                if rng.random() < 0.02:
+                    goal = min(engine.num_steps + 700, num_tokens)
+                    await until(lambda goal=goal: engine.num_steps >= goal)
+        return b"".join(parts)
+
+    text = over_socket(fake_app(engine), scenario).decode()
+    chunks = events(text)
+    assert chunks[-1] == "[DONE]"
+    tokens = [chunk["choices"][0]["token_ids"] for chunk in chunks[:-1]]
+    assert [token for some in tokens for token in some] == tokens_of_a(num_tokens)
+    assert max(map(len, tokens)) > 1  # some had to wait,
+    assert len(written_at_once) > 100  # and some had not
+
+
+def test_a_stream_whose_reader_keeps_up_is_written_at_once(written_at_once: list[bytes]) -> None:
+    engine = FakeEngine(pace=lambda: asyncio.sleep(0.01))
+    body = {"prompt": "a", "n": 2, "stream": True, "max_tokens": 8, "temperature": 0}
+
+    async def scenario(url: str) -> str:
+        async with httpx.AsyncClient(base_url=url) as http:
+            return (await http.post("/v1/completions", json=body)).text
+
+    chunks = events(over_socket(fake_app(engine), scenario))
+    text = bytes(tokens_of_a(8)).decode()
+    for index in range(2):
+        mine = [c["choices"][0]["text"] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert "".join(mine) == text
+    assert len(written_at_once) == 8 - 2  # the first begins the answer, the last ends it
+
+
+def test_an_answer_that_cant_be_written_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(pace=lambda: asyncio.sleep(0.01))
+    chunk = CompletionFormat.chunk
+
+    def broken(self: Any, prompt_index: int, index: int, delta: ChoiceDelta) -> Any:
+        if delta.text == chr(tokens_of_a(4)[3]):
+            raise RuntimeError("on purpose")
+        return chunk(self, prompt_index, index, delta)
+
+    monkeypatch.setattr(CompletionFormat, "chunk", broken)
+
+    async def scenario(url: str) -> list[str]:
+        async with httpx.AsyncClient(base_url=url) as http:
+            bodies = [
+                {"prompt": prompt, "stream": True, "max_tokens": 8, "temperature": 0}
+                for prompt in ("a", "m")  # the other's letters never meet the broken one
+            ]
+            answers = await asyncio.gather(
+                *(http.post("/v1/completions", json=body) for body in bodies)
+            )
+            return [answer.text for answer in answers]
+
+    failed, whole = (events(text) for text in over_socket(fake_app(engine), scenario))
+    assert [c["choices"][0]["text"] for c in failed[:-1]] == [chr(t) for t in tokens_of_a(3)]
+    assert failed[-1]["error"]["code"] == "internal_error"
+    assert len(whole) == 8 + 1
+    assert whole[-1] == "[DONE]"
+    assert (engine.num_running, engine.num_aborted, engine.num_finished) == (0, 1, 1)
 
 
 def test_heartbeats_while_a_stream_waits() -> None:
