@@ -229,12 +229,24 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
             show(workload, record["workloads"][workload])
 
 
+def too_fast_a_probe(products: dict[str, float]) -> str | None:
+    """Why the rates of products can't be the machine's, if so: the probe's products were not all computed."""
+    ratio = products["int8"] / products["f32"]
+    if ratio <= MOST_INT8_PER_F32:
+        return None
+    return f"the probe's int8 rate is {ratio:.1f} times its f32 rate, which no vector unit does"
+
+
 def faults(record: dict[str, Any]) -> list[str]:
-    """What makes the record invalid: an operation that reads faster than the machine can, or a workload without a figure."""
+    """What makes the record invalid: an operation that is faster than the machine's probes, a probe that is faster than the
+    machine, or a workload without a figure.
+    """
     found = []
     for name, workload in record["workloads"].items():
         if workload["over_http_tokens_per_second"] is None:
             found.append(f"{name}: no run over HTTP can be believed")
+        if too_fast := too_fast_a_probe(workload["machine"]["products"]):
+            found.append(f"{name}: {too_fast}")
         for part in workload["parts"]:
             for operation, share in part["shares"].items():
                 if (operation in WHOLE_WEIGHTS and share["read"] > 1) or share["int8"] > 1:
@@ -242,6 +254,9 @@ def faults(record: dict[str, Any]) -> list[str]:
     return found
 
 
+MOST_INT8_PER_F32 = (
+    5  # vpdpbusd and vpmaddubsw do 4 times the operations of an fma, on as many units at most
+)
 WHOLE_WEIGHTS = (
     "norm_linear",
     "linear_residual",

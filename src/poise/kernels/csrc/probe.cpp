@@ -20,15 +20,12 @@ namespace {
 
 constexpr int CHAINS = 12;  // independent sums, so that latency does not bind
 
-// One step of a chain: a vector of weights times a vector of activations, summed as far as the widest instruction sums.
+// One step of a chain: a vector of weights times a vector of activations, summed as far as the widest instruction sums. That of AVX2
+// sums pairs only and the rest is left out, as it may be done by other units; the chain takes the last products as factors.
 #if defined(POISE_AVX2)
 constexpr int INT8_PER_STEP = 2 * 32;
 using Int8Sum = __m256i;
-inline Int8Sum int8_step(Int8Sum sum, Quads w, const int8_t* q) {
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w.v, _mm256_loadu_si256((const __m256i*)q)));
-    asm("" : "+x"(sum));
-    return sum;
-}
+inline Int8Sum int8_step(Int8Sum sum, Quads w, const int8_t*) { return _mm256_maddubs_epi16(sum, w.v); }
 #else
 constexpr int INT8_PER_STEP = 2 * 64;
 using Int8Sum = I32;
@@ -50,11 +47,12 @@ template <class T> uint32_t folded(const T& value) {  // so that the compiler ke
 }
 
 uint32_t int8_rounds(int64_t rounds, const uint8_t* operands) {
-    Int8Sum sum[CHAINS] = {};
+    Int8Sum sum[CHAINS];
+    unrolled<CHAINS>([&](auto i) POISE_INLINE { memcpy(&sum[i], operands + 4 * i, sizeof sum[i]); });  // each begins differently
     const Quads w = low_nibbles(load_quads(operands));
     for (int64_t round = 0; round < rounds; round++) {
         unrolled<CHAINS>([&](auto i) POISE_INLINE { sum[i] = int8_step(sum[i], w, (const int8_t*)operands + 4 * i); });
-        asm volatile("");  // else a round's loads are taken out of the loop
+        asm volatile("" ::: "memory");  // else products that are the same in every round are taken out of the loop
     }
     return folded(sum);
 }
