@@ -243,6 +243,8 @@ class LLMEngine:
         """Ends the requests of a step that raised; the others go on."""
         logger.error("an engine step failed", exc_info=error)
         self._num_consecutive_failures += 1
+        if self._profile is not None:
+            self._profile.interrupt()
         for request in self._scheduler.fail_step(scheduled):
             self._end(
                 self._choices[request.request_id], "error", f"step failed: {_describe(error)}"
@@ -307,6 +309,8 @@ class LLMEngine:
             del self._choices[choice.request.request_id]
             state.num_unfinished -= 1
             self._count_finished(choice, delta.finish_reason)
+            if self._profile is not None and not self._choices:
+                self._profile.interrupt()
 
     def _finish_request(self, state: RequestState, delta: RequestDelta | None) -> RequestDelta:
         assert delta is not None, "the delta that finishes a request was handed out already"

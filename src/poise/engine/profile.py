@@ -48,6 +48,10 @@ class EngineProfile:
         self._goes_on = False
         self.traced: deque[StepTimes] = deque(maxlen=TRACED_STEPS)
 
+    def interrupt(self) -> None:
+        """The time until the next step is not to be counted: nothing remains to be done, or a step failed."""
+        self._goes_on = False
+
     def add(self, times: StepTimes, goes_on: bool) -> None:
         """`goes_on`: requests remain, so that until the next step begins the engine hands out deltas and takes commands."""
         if self._goes_on:

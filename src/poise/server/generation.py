@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -169,15 +170,8 @@ class Generation:
         """
         head, tail = self._frame()
         opening = self._opening(head, tail)
-
-        def write_at_once(delta: RequestDelta) -> bool:
-            if parts is None or not parts.can_write:
-                return False
-            if events := self._events([(0, delta)], head, tail):
-                parts.write(events)
-            return True
-
-        arrivals.pass_on(write_at_once)
+        if parts is not None:
+            arrivals.pass_on(partial(self._write_at_once, parts, head, tail))
         while (arrived := await arrivals.take()) is not None:
             if not self._response_started:
                 await self._start_stream(send)
@@ -192,6 +186,14 @@ class Generation:
         if self._request.include_usage:
             end = head + b'],"usage":' + _encode(self._tally.usage()) + b"}\n\n" + DONE
         await send({"type": "http.response.body", "body": end})
+
+    def _write_at_once(self, parts: Parts, head: bytes, tail: bytes, delta: RequestDelta) -> bool:
+        """Writes what a delta of the only prompt says, if that can be done now."""
+        if not parts.can_write:
+            return False
+        if events := self._events([(0, delta)], head, tail):
+            parts.write(events)
+        return True
 
     def _frame(self) -> tuple[bytes, bytes]:
         """The constant bytes before and after a chunk's one choice."""

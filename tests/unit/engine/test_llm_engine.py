@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from engine_harness import (
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from poise.core.clock import ManualClock
 from poise.core.output import SchedulerOutput
+from poise.engine import llm_engine
 from poise.engine.client import RequestDelta
 from poise.engine.llm_engine import MAX_CONSECUTIVE_FAILURES, LLMEngine
 from poise.errors import EngineDeadError, InvalidRequestError
@@ -362,6 +365,41 @@ def test_a_failing_step_ends_only_the_requests_in_it() -> None:
     assert answers[2] == expected[0]
     assert engine.failure is None
     assert_idle(engine)
+
+
+class ProfiledExecutor(TypingExecutor):
+    def start_profile(self) -> None: ...
+
+    def stop_profile(self) -> Any:
+        return "what operations took"
+
+
+@pytest.mark.parametrize("pause", ["nothing", "abort", "failed step", "end"])
+def test_a_profile_counts_no_pause_as_time_between_steps(
+    monkeypatch: pytest.MonkeyPatch, pause: str
+) -> None:
+    """Every look at the clock takes 1 ns, the pause 10⁹."""
+    ticks, now = itertools.count(1), 0
+    monkeypatch.setattr(llm_engine, "monotonic_ns", lambda: now + next(ticks))
+    executor = ProfiledExecutor(lambda prompt: b"an answer")
+    engine = make_engine(executor)
+    engine.start_profile()
+    engine.add_request(0, request(max_tokens=3))
+    engine.step()
+    if pause == "abort":
+        engine.abort(0)
+    elif pause == "failed step":
+        failing = iter([True])
+        executor.fail = lambda output: _raise_if(next(failing, False))
+        engine.step()
+    elif pause == "end":
+        drain(engine)
+    now = 10**9
+    engine.add_request(1, request(max_tokens=3))
+    drain(engine)
+    profile, _ = engine.stop_profile()
+    assert (profile.between_nanoseconds >= 10**9) == (pause == "nothing")
+    assert profile.between_nanoseconds > 0
 
 
 def _raise_if(fails: bool) -> None:
