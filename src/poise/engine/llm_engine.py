@@ -300,6 +300,8 @@ class LLMEngine:
 
     def _close_choice(self, choice: Choice, reason: str, stop_reason: str | None) -> None:
         self._hand_over(choice, choice.output.end(reason, stop_reason))
+        if self._profile is not None and not self._choices:
+            self._profile.interrupt()
 
     def _hand_over(self, choice: Choice, delta: ChoiceDelta) -> None:
         state = choice.owner
@@ -309,8 +311,6 @@ class LLMEngine:
             del self._choices[choice.request.request_id]
             state.num_unfinished -= 1
             self._count_finished(choice, delta.finish_reason)
-            if self._profile is not None and not self._choices:
-                self._profile.interrupt()
 
     def _finish_request(self, state: RequestState, delta: RequestDelta | None) -> RequestDelta:
         assert delta is not None, "the delta that finishes a request was handed out already"

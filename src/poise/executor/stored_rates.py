@@ -1,6 +1,6 @@
 """The machine's rates as last measured here, so that a server can say what share of them it uses without probing at start.
 
-Kept in POISE_HOME. Invariant: rates of another processor, variant or number of threads are not used.
+Kept in POISE_HOME. Invariant: rates of another processor, variant, number of threads or probe are not used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 FILE = "machine-rates.json"
+PROBE = 2  # another number where probes measure something else: what older ones found is forgotten
 
 
 class StoredRates(msgspec.Struct, frozen=True):
@@ -31,6 +32,7 @@ class StoredRates(msgspec.Struct, frozen=True):
     threads: int
     read_bytes: float
     int8_operations: float
+    probe: int = 0
 
 
 def measure_and_store(working_set_bytes: int, threads: int) -> MachineRates:
@@ -52,17 +54,18 @@ def store_rates(rates: MachineRates) -> None:
         rates.threads,
         max(rates.read.bytes_per_second, before.read_bytes if before else 0.0),
         max(rates.products["int8"], before.int8_operations if before else 0.0),
+        PROBE,
     )
     poise_home().mkdir(parents=True, exist_ok=True)
     write_atomically(poise_home() / FILE, msgspec.json.encode(stored))
 
 
 def stored_rates(isa: str, threads: int) -> StoredRates | None:
-    """What was kept for this processor, variant and number of threads; None if nothing fits."""
+    """What was kept for this processor, variant, number of threads and probe; None if nothing fits."""
     try:
         stored = msgspec.json.decode((poise_home() / FILE).read_bytes(), type=StoredRates)
     except (OSError, msgspec.DecodeError):
         return None
-    if (stored.cpu, stored.isa, stored.threads) != (cpu_model(), isa, threads):
+    if (stored.cpu, stored.isa, stored.threads, stored.probe) != (cpu_model(), isa, threads, PROBE):
         return None
     return stored

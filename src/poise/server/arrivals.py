@@ -113,8 +113,8 @@ class Arrivals:
     def _deliver(self, index: int, output: RequestDelta | Exception) -> None:
         if isinstance(output, Exception):
             self._failure = self._failure or output
-        elif self._was_passed_on(output):
-            return
+        elif self._failure is not None or self._was_passed_on(output):
+            return  # nothing more is said behind a failure
         else:
             self._pending.append((index, output))
             self._num_running -= output.stats is not None

@@ -7,6 +7,7 @@ at most; one that takes nothing of its answer for STALLED_SECONDS is cut, which 
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -22,12 +23,13 @@ class Parts:
     """Writes parts of a streamed answer at once and from anywhere, where `send` is a chain of coroutines for a task."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        # Its scope leads here: only the garbage collector would free the two.
+        self._cycle = weakref.proxy(cycle)
 
     @property
     def can_write(self) -> bool:
         """Whether a streamed answer has begun, has not ended, and its reader keeps up."""
-        cycle = self._cycle
+        cycle: RequestResponseCycle = self._cycle
         return (
             cycle.chunked_encoding is True
             and not cycle.response_complete

@@ -252,7 +252,12 @@ def test_rates_are_kept_for_the_same_machine_only(tmp_path, monkeypatch) -> None
     assert (kept.read_bytes, kept.int8_operations) == (2e10, 5e11)
     assert stored_rates("avx2", 1) is None
     assert stored_rates("baseline", 2) is None
-    (tmp_path / "home" / "machine-rates.json").write_text("{")
+    file = tmp_path / "home" / "machine-rates.json"
+    of_an_older_probe = json.loads(file.read_bytes())
+    del of_an_older_probe["probe"]
+    file.write_text(json.dumps(of_an_older_probe))
+    assert stored_rates("avx2", 2) is None
+    file.write_text("{")
     assert stored_rates("avx2", 2) is None
 
 

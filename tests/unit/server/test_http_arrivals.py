@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
-from types import SimpleNamespace
+import weakref
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.core.output import TokenLogprobs
 from poise.engine.client import ChoiceDelta, RequestDelta, RequestStats
 from poise.server.arrivals import Arrivals, join_deltas
+from poise.server.http_protocol import PARTS, Parts
 
 STATS = RequestStats(1, 0, 1, 0.0, None, 0.0)
 
@@ -64,21 +67,23 @@ def test_joined_deltas_say_the_same(
     assert joined[-1].num_cached_tokens == len(steps) - 1
 
 
+class FakeClient:
+    deliver: Any
+
+    def submit(self, request: object, deliver: Any) -> Any:
+        self.deliver = deliver
+        return lambda: None
+
+
 def test_a_delta_is_passed_on_only_behind_all_before_it() -> None:
     """The first can't be written yet; by the second it could, but the first is still to be taken."""
     deltas = [RequestDelta("r", [ChoiceDelta(0, text, (1,))]) for text in "abcd"]
     passed: list[RequestDelta] = []
 
     async def run() -> list[str]:
-        delivers: list[Any] = []
-
-        def submit(request: object, deliver: Any) -> Any:
-            delivers.append(deliver)
-            return lambda: None
-
-        client: Any = SimpleNamespace(submit=submit)
+        client = FakeClient()
         never: Any = asyncio.Event().wait
-        async with Arrivals(client, [None], never, 60.0) as arrivals:  # type: ignore[list-item]
+        async with Arrivals(client, [None], never, 60.0) as arrivals:  # type: ignore[arg-type, list-item]
             can_write = False
 
             def pass_on(delta: RequestDelta) -> bool:
@@ -89,18 +94,51 @@ def test_a_delta_is_passed_on_only_behind_all_before_it() -> None:
             arrivals.pass_on(pass_on)
             taking = asyncio.ensure_future(arrivals.take())
             await asyncio.sleep(0)
-            delivers[0](deltas[0])
+            client.deliver(deltas[0])
             can_write = True
-            delivers[0](deltas[1])
+            client.deliver(deltas[1])
             taken = await taking
             assert taken is not None
-            delivers[0](deltas[2])  # nobody waits: whoever took may still be writing
+            client.deliver(deltas[2])  # nobody waits: whoever took may still be writing
             [(_, third)] = await arrivals.take() or []
             taking = asyncio.ensure_future(arrivals.take())
             await asyncio.sleep(0)
-            delivers[0](deltas[3])
+            client.deliver(deltas[3])
             taking.cancel()
             return [delta.choices[0].text for _, delta in taken] + [third.choices[0].text]
 
     assert asyncio.run(run()) == ["ab", "c"]
     assert passed == [deltas[3]]
+
+
+def test_nothing_is_said_behind_a_delta_that_could_not_be_passed_on() -> None:
+    async def run() -> None:
+        client = FakeClient()
+        never: Any = asyncio.Event().wait
+        async with Arrivals(client, [None], never, 60.0) as arrivals:  # type: ignore[arg-type, list-item]
+            arrivals.pass_on(lambda delta: 1 / 0 > 0)
+            taking = asyncio.ensure_future(arrivals.take())
+            await asyncio.sleep(0)
+            for text in "ab":
+                client.deliver(RequestDelta("r", [ChoiceDelta(0, text, (1,))]))
+            with pytest.raises(ZeroDivisionError):
+                await taking
+
+    asyncio.run(run())
+
+
+def test_parts_hold_no_cycle_alive() -> None:
+    """What a connection's cycle of request and response holds is let go with it, without the garbage collector."""
+
+    class Cycle:
+        scope: Any
+
+    cycle: Any = Cycle()
+    cycle.scope = {"extensions": {PARTS: Parts(cycle)}}
+    scope = weakref.ref(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert scope() is None
+    finally:
+        gc.enable()
