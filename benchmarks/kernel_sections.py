@@ -15,11 +15,13 @@ ROWS = Callable[[dict[str, Any]], Iterator[str]]
 
 
 def sections(records: Path) -> Iterator[str]:
-    """All of them: of each kind the latest record, of models every record with one that later ones lack."""
+    """All of them: of each kind and processor the latest record, of models every record with one that later ones lack."""
     for pattern, title, rows in KINDS:
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
         for path in sorted(records.glob(pattern), reverse=True):
-            shows = set(msgspec.json.decode(path.read_bytes()).get("shapes", ("all",)))
+            record = msgspec.json.decode(path.read_bytes())
+            cpu = record["provenance"]["cpu"]
+            shows = {(cpu, shape) for shape in record.get("shapes", ("all",))}
             if not shows <= seen:
                 yield section(path, title, rows)
             seen |= shows

@@ -117,3 +117,22 @@ def test_no_records(pages: ModuleType, tmp_path: Path) -> None:
 )
 def test_numbers(pages: ModuleType, value: float, text: str) -> None:
     assert pages.number(value) == text
+
+
+def test_each_processor_keeps_its_latest_records(
+    pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record on one machine hides none of another machine's, and none with a shape of its own."""
+    of_kernels = importlib.import_module("kernel_sections")
+    monkeypatch.setattr(of_kernels, "KINDS", [("models-*.json", "Models", lambda record: iter(()))])
+    records = [("old", "A", "ab"), ("other", "B", "ab"), ("third", "A", "c"), ("new", "A", "ab")]
+    for number, (_, cpu, shapes) in enumerate(records):
+        provenance = {"cpu": cpu, "physical_cores": 2, "isa": "avx2"}
+        record = {
+            "created": "2026-12-01",
+            "provenance": provenance,
+            "shapes": dict.fromkeys(shapes),
+        }
+        (tmp_path / f"models-{number}.json").write_text(json.dumps(record))
+    shown = [section.partition("record [")[2][:8] for section in of_kernels.sections(tmp_path)]
+    assert shown == ["models-3", "models-2", "models-1"]
