@@ -254,9 +254,8 @@ def faults(record: dict[str, Any]) -> list[str]:
     return found
 
 
-MOST_INT8_PER_F32 = (
-    5  # vpdpbusd and vpmaddubsw do 4 times the operations of an fma, on as many units at most
-)
+# vpdpbusd and vpmaddubsw do 4 times the operations of an fma, on as many units at most.
+MOST_INT8_PER_F32 = 5
 WHOLE_WEIGHTS = (
     "norm_linear",
     "linear_residual",

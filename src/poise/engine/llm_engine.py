@@ -236,8 +236,7 @@ class LLMEngine:
         for update in updates:
             self._take_update(update, now)
         if self._profile is not None:
-            times = StepTimes(begin, scheduled_at, executed_at, monotonic_ns())
-            self._profile.add(times, goes_on=bool(self._choices))
+            self._profile.add(StepTimes(begin, scheduled_at, executed_at, monotonic_ns()))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: BaseException) -> None:
         """Ends the requests of a step that raised; the others go on."""
@@ -300,8 +299,6 @@ class LLMEngine:
 
     def _close_choice(self, choice: Choice, reason: str, stop_reason: str | None) -> None:
         self._hand_over(choice, choice.output.end(reason, stop_reason))
-        if self._profile is not None and not self._choices:
-            self._profile.interrupt()
 
     def _hand_over(self, choice: Choice, delta: ChoiceDelta) -> None:
         state = choice.owner
@@ -404,6 +401,8 @@ class LLMEngine:
         metrics.prefix_cache_queries = counters.num_prefix_query_tokens
         metrics.prefix_cache_hits = counters.num_prefix_hit_tokens
         metrics.num_preemptions = counters.num_preemptions
+        if self._profile is not None and not self._choices:
+            self._profile.interrupt()  # until there is a request, time passes between no steps
 
 
 def _describe(error: BaseException) -> str:

@@ -52,11 +52,11 @@ class EngineProfile:
         """The time until the next step is not to be counted: nothing remains to be done, or a step failed."""
         self._goes_on = False
 
-    def add(self, times: StepTimes, goes_on: bool) -> None:
-        """`goes_on`: requests remain, so that until the next step begins the engine hands out deltas and takes commands."""
+    def add(self, times: StepTimes) -> None:
+        """Counts a step; until the next one begins the engine hands out deltas and takes commands, unless it is interrupted."""
         if self._goes_on:
             self.between_nanoseconds += times.begin - self.traced[-1].done
-        self._goes_on = goes_on
+        self._goes_on = True
         self.num_steps += 1
         self.schedule_nanoseconds += times.scheduled - times.begin
         self.execute_nanoseconds += times.executed - times.scheduled

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with bounds: bytes and seconds of a request's head, seconds that a reader may stand still.
+"""uvicorn's HTTP protocol with bounds (bytes and seconds of a request's head, seconds that a reader may stand still) and a
+short way for the parts of a streamed answer.
 
 Knows nothing of what is asked. Invariant: a connection that never completes a head costs MAX_HEAD_BYTES and HEAD_SECONDS
 at most; one that takes nothing of its answer for STALLED_SECONDS is cut, which aborts the answer.

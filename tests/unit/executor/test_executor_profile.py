@@ -208,10 +208,10 @@ def test_the_report_adds_up_and_the_trace_is_json(executor) -> None:
     engine = EngineProfile(begin=0)
     executed = 1_000 + profile.native_nanoseconds + profile.own_nanoseconds + 3_000
     done = executed + 2_000
-    engine.add(StepTimes(0, 1_000, executed, done), goes_on=False)
-    # Nothing was left to do for a while; 700 ns between the other two steps.
-    engine.add(StepTimes(done + 10**6, done + 10**6, done + 10**6, done + 10**6), goes_on=True)
-    engine.add(StepTimes(*[done + 10**6 + 700] * 4), goes_on=True)
+    engine.add(StepTimes(0, 1_000, executed, done))
+    engine.interrupt()  # nothing is left to do for a while; 700 ns between the other two steps
+    engine.add(StepTimes(*[done + 10**6] * 4))
+    engine.add(StepTimes(*[done + 10**6 + 700] * 4))
     figures = profile_report(engine, profile, end=2 * 10**9, http_nanoseconds=500)
     kinds = figures["operations"]
     assert kinds["attention"]["operations"] == kinds["gated_mlp"]["operations"]

@@ -137,7 +137,7 @@ def written_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def test_a_reader_in_fits_and_starts_has_all_tokens_in_order(written_at_once: list[bytes]) -> None:
-    num_tokens = 6_000
+    num_tokens = 12_000
     engine = FakeEngine(max_model_len=30_000, kv_capacity_tokens=30_000)
     body = {
         "prompt": "a", "stream": True, "max_tokens": num_tokens, "temperature": 0, "return_token_ids": True,
@@ -153,7 +153,7 @@ def test_a_reader_in_fits_and_starts_has_all_tokens_in_order(written_at_once: li
             async for part in response.aiter_raw():
                 parts.append(part)
                 if rng.random() < 0.02:
-                    goal = min(engine.num_steps + 700, num_tokens)
+                    goal = min(engine.num_steps + 2_000, num_tokens)
                     await until(lambda goal=goal: engine.num_steps >= goal)
         return b"".join(parts)
 
