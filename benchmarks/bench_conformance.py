@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,9 +36,9 @@ from poise.bench.mock_server import Served
 from poise.bench.record import ClientOptions, RunRecord, write_bytes
 from poise.bench.runner import RunSettings, provenance, run_schedule
 from poise.bench.workloads import Kind, RandomTokens, draw_schedule
+from records import RECORDS
 
 SCHEMA = "poise.benchmarks.conformance/1"
-RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MOCK = "from poise.cli.main import main; main()"
 LAG_LIMIT_S = 0.005
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -21,10 +21,10 @@ import msgspec
 import kernel_sections
 from poise.bench.paired_runs import Comparison, read_comparison
 from poise.bench.workloads import OPEN_PRESET, PRESETS
+from records import RECORDS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "BENCHMARKS.md"
-RECORDS = ROOT / "docs" / "records"
 
 INTRODUCTION = """\
 # Benchmarks

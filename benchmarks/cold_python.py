@@ -2,9 +2,9 @@
 
     python benchmarks/cold_python.py
 
-The same steps are run with the native call as it is, with one that computes for as long as a step takes but touches no memory to
-speak of, with one that sleeps, and with none at all: the last shows what the instructions cost, the second what it costs that
-something else ran before them, whatever poise's kernels do to the caches. No HTTP.
+The same steps are run with the native call as it is, with one that computes for 5 ms and touches no memory to speak of, with one
+that sleeps as long, and with none at all: the last shows what the instructions cost, the second what it costs that something else
+ran before them, whatever poise's kernels do to the caches. No HTTP.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-import msgspec
-
-from kernels import RECORDS
-from poise.bench.record import write_bytes
-from poise.bench.runner import provenance
 from poise.config import CacheConfig, ComputeConfig, ModelSource, SchedulerConfig
 from poise.core.sampling_params import SamplingParams
 from poise.engine.build import build_engine
 from poise.engine.client import EngineRequest
 from poise.engine.llm_engine import LLMEngine
 from poise.kernels.cpu.backend import CPUBackend
+from records import write_record
 
-SCHEMA = "poise.benchmarks.cold-python/1"
 PROMPT_TOKENS = 128
-PAUSE = 0.005  # s: about a step
+PAUSE = 0.005  # s
+NUM_REAL = 2  # steps at first: the prompt, and one whose results stand for all later ones
 _RUN = CPUBackend.run
 
 
@@ -54,19 +49,19 @@ def compute(iterations: int) -> None:
 def measure(
     engine: LLMEngine, key: int, num_steps: int, instead: Callable[[], None] | None
 ) -> float:
-    """Median microseconds of Python in a step of decoding. With `instead`, each step's results are those of the last real one."""
+    """Median microseconds of Python in a step of decoding. With `instead`, only the first steps are real."""
     native = num_run = 0
 
     def timed(*arguments: Any, **named: Any) -> None:
         nonlocal native
         begin = monotonic_ns()
-        if instead is None or num_run < 2:
+        if instead is None or num_run < NUM_REAL:
             _RUN(*arguments, **named)
         else:
             instead()
         native = monotonic_ns() - begin
 
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps + 2, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps + NUM_REAL, ignore_eos=True)
     engine.add_request(key, EngineRequest(f"{key}", tuple(range(PROMPT_TOKENS)), params, 0))
     taken: list[int] = []
     CPUBackend.run = timed  # type: ignore[method-assign]
@@ -78,7 +73,7 @@ def measure(
             num_run += 1
     finally:
         CPUBackend.run = _RUN  # type: ignore[method-assign]
-    return statistics.median(taken[2:]) / 1e3
+    return statistics.median(taken[NUM_REAL:]) / 1e3
 
 
 def main() -> int:
@@ -114,17 +109,11 @@ def main() -> int:
             f"{case}: {statistics.median(chosen):.0f} µs of Python per step"
             f" ({min(chosen):.0f} … {max(chosen):.0f})"
         )
-    now = datetime.now(UTC)
-    record = {
-        "schema": SCHEMA,
-        "created": now.isoformat(timespec="seconds"),
-        "provenance": provenance(),
-        "model": options.model,
-        "steps": options.steps,
-        "runs": runs,
-    }
-    target = options.output or RECORDS / f"cold-python-{now:%Y%m%d-%H%M}.json"
-    write_bytes(target, msgspec.json.format(msgspec.json.encode(record), indent=2))
+    target = write_record(
+        "cold-python",
+        {"model": options.model, "steps": options.steps, "runs": runs},
+        options.output,
+    )
     print(f"record: {target}")
     return 0
 

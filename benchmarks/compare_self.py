@@ -18,9 +18,9 @@ from pathlib import Path
 from poise.bench.paired_runs import read_comparison
 from poise.bench.presets import find_spec
 from poise.cli.main import run
+from records import RECORDS
 
 HERE = Path(__file__).parent
-RECORDS = HERE.parent / "docs" / "records"
 
 
 def slowed_server(folder: Path, share: float) -> str:

@@ -16,19 +16,14 @@ import statistics
 import sys
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import uvloop
 
-from kernels import RECORDS
-from poise.bench.record import write_bytes
-from poise.bench.runner import provenance
+from records import write_record
 
-SCHEMA = "poise.benchmarks.event-loop/1"
 PAUSE = 0.005  # s, where nothing is swept
 PART = b"x" * 200
 
@@ -101,16 +96,7 @@ def main() -> int:
         print(
             f"{sweep} MiB swept, {'written' if writes else 'nothing done'}: loop {loop:.0f} µs, posting {post:.0f} µs"
         )
-    now = datetime.now(UTC)
-    record = {
-        "schema": SCHEMA,
-        "created": now.isoformat(timespec="seconds"),
-        "provenance": provenance(),
-        "events": options.events,
-        "runs": runs,
-    }
-    target = options.output or RECORDS / f"event-loop-{now:%Y%m%d-%H%M}.json"
-    write_bytes(target, msgspec.json.format(msgspec.json.encode(record), indent=2))
+    target = write_record("event-loop", {"events": options.events, "runs": runs}, options.output)
     print(f"record: {target}")
     return 0
 

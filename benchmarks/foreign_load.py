@@ -23,11 +23,12 @@ from typing import Any
 
 import msgspec
 
-from kernels import RECORDS, KernelSteps, Part
+from kernels import KernelSteps, Part
 from poise.bench.record import write_bytes
 from poise.bench.runner import provenance
 from poise.machine import allowed_cpus, default_threads
 from poise.weights.pull import resolve_model
+from records import RECORDS
 
 SCHEMA = "poise.benchmarks.foreign-load/1"
 PERIOD = 0.01  # s: the foreign process works for a share of each

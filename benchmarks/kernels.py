@@ -42,9 +42,9 @@ from poise.models.weights import Source
 from poise.sampling.rows import RESULT_TYPE, SamplingRows, SamplingState
 from poise.weights.open_checkpoint import open_checkpoint
 from poise.weights.pull import resolve_model
+from records import RECORDS
 
 SCHEMA = "poise.benchmarks.kernels/1"
-RECORDS = Path(__file__).parents[1] / "docs" / "records"
 CHUNK = 512  # rows of a step, as `poise serve` has it
 BLOCK = 16
 MAX_SEQUENCES = 32

@@ -28,9 +28,9 @@ from poise.bench.runner import RunSettings, provenance, run_schedule
 from poise.bench.workloads import OPEN_PRESET, OPEN_PRESET_SLOS, PRESET_NAMES, preset_schedule
 from poise.errors import PoiseError
 from poise.weights.pull import resolve_model
+from records import RECORDS
 
 SCHEMA = "poise.benchmarks.peers/1"
-RECORDS = Path(__file__).parents[1] / "docs" / "records"
 
 
 class PeerRun(msgspec.Struct):

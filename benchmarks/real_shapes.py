@@ -39,9 +39,9 @@ from poise.weights.checkpoint import Checkpoint
 from poise.weights.dummy_checkpoint import dummy_checkpoint
 from poise.weights.open_checkpoint import open_checkpoint
 from poise.weights.pull import resolve_model
+from records import RECORDS
 
 SCHEMA = "poise.benchmarks.real-shapes/1"
-RECORDS = Path(__file__).parents[1] / "docs" / "records"
 SERVERS = ("poise", "llama.cpp")
 KV_BYTES = 256 << 20
 # One sequence of at most 2,048 tokens on both sides, so that neither spends memory on users who are not there.

@@ -18,13 +18,14 @@ from typing import Any
 
 import msgspec
 
-from kernels import RECORDS, KernelSteps, Part, too_fast_a_probe
+from kernels import KernelSteps, Part, too_fast_a_probe
 from poise.bench.record import write_bytes
 from poise.bench.runner import provenance
 from poise.kernels.cpu.rates import MachineRates, RateProbe
 from poise.kernels.cpu.recorded import Rows, WorkCounter
 from poise.machine import default_threads
 from poise.weights.pull import resolve_model
+from records import RECORDS
 
 SCHEMA = "poise.benchmarks.roofline/1"
 DECODE = Part(1, 1, 1, 192)

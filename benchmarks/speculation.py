@@ -37,8 +37,8 @@ from poise.machine import cpu_model, poise_version
 from poise.spec_decode.controller import DraftLengthController
 from poise.spec_decode.drafter import SpeculativeDrafter
 from poise.weights.pull import resolve_model
+from records import RECORDS
 
-RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESAMPLES = 10_000
 PROMPT_TOKENS = 16
 PASSAGE_TOKENS = 24

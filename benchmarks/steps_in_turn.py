@@ -22,11 +22,12 @@ from typing import Any
 
 import msgspec
 
-from kernels import CHUNK, RECORDS, KernelSteps, Part
+from kernels import CHUNK, KernelSteps, Part
 from poise.bench.record import write_bytes
 from poise.bench.runner import provenance
 from poise.machine import default_threads
 from poise.weights.pull import resolve_model
+from records import RECORDS
 
 SCHEMA = "poise.benchmarks.steps-in-turn/1"
 STEPS = 8  # of a turn; of a prompt's chunk, which takes long, 2
