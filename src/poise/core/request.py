@@ -168,11 +168,11 @@ def finish_rule(request: Request, max_model_len: int) -> tuple[str | None, int |
     A stop token ends the answer once `min_tokens` have been made. The stop reason is the id that
     the user asked to stop at, and None for the model's own end-of-sequence token.
     """
-    last = request.token_ids[-1]
-    num_output = request.num_output_tokens
-    sampling = request.sampling
+    num_tokens = len(request.token_ids)
+    num_output = num_tokens - request.num_prompt_tokens
+    last, sampling = request.token_ids[-1], request.sampling
     if last in sampling.stop_token_ids and num_output >= sampling.params.min_tokens:
         return "stop", last if last in sampling.params.stop_token_ids else None
-    if num_output >= request.max_tokens or request.num_tokens >= max_model_len:
+    if num_output >= request.max_tokens or num_tokens >= max_model_len:
         return "length", None
     return None, None

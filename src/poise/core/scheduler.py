@@ -261,9 +261,9 @@ class Scheduler:
             if request is None:
                 continue
             request.num_computed_tokens = item.start + item.num_tokens
-            self._counters.num_computed_prompt_tokens += max(
-                0, min(request.num_computed_tokens, request.num_prompt_tokens) - item.start
-            )
+            if item.start < request.num_prompt_tokens:
+                end = min(request.num_computed_tokens, request.num_prompt_tokens)
+                self._counters.num_computed_prompt_tokens += end - item.start
             update = self._advance(request, item, result, now)
             if update is not None:
                 updates.append(update)

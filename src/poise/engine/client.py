@@ -31,7 +31,7 @@ class EngineRequest:
     owner: RequestOwner = NO_OWNER
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceDelta:
     """What is new for one choice since its last delta.
 

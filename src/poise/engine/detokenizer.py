@@ -40,14 +40,18 @@ class _ByteLevelDetokenizer:
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._bytes_of = tokenizer.bytes_by_id
         self._hidden = hidden
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._begun = b""  # the bytes of an incomplete character
 
     def append(self, ids: Sequence[int]) -> str:
         bytes_of, hidden = self._bytes_of, self._hidden
-        return self._decoder.decode(b"".join([bytes_of[id_] for id_ in ids if id_ not in hidden]))
+        new = self._begun + b"".join([bytes_of[id_] for id_ in ids if id_ not in hidden])
+        text, num_decoded = codecs.utf_8_decode(new, "replace")
+        self._begun = new[num_decoded:]
+        return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        begun, self._begun = self._begun, b""
+        return begun.decode(errors="replace")
 
 
 class _ByteFallbackDetokenizer:

@@ -68,16 +68,20 @@ class ChoiceOutput:
         """(text that may be shown, tokens it took, stop string found)"""
         if self._detokenizer is None:
             return "", len(token_ids), None
+        shown_ids = token_ids
+        if finish_reason == "stop" and not self._params.include_stop_str_in_output:
+            shown_ids = token_ids[
+                :-1
+            ]  # the token that ended the answer is reported, its text is not
         texts: list[str] = []
-        # The token that ended the answer is reported, its text is not, unless asked for.
-        hides_last = finish_reason == "stop" and not self._params.include_stop_str_in_output
-        for place, token_id in enumerate(token_ids, start=1):
-            if hides_last and place == len(token_ids):
-                break
-            text = self._detokenizer.append((token_id,))
-            matched = self._show(text, self.num_tokens + place, texts)
-            if matched is not None:
-                return "".join(texts), place, matched
+        if self._stop_checker is not None:
+            for place, token_id in enumerate(shown_ids, start=1):
+                text = self._detokenizer.append((token_id,))
+                matched = self._show(text, self.num_tokens + place, texts)
+                if matched is not None:
+                    return "".join(texts), place, matched
+        elif shown_ids:
+            texts.append(self._detokenizer.append(shown_ids))
         if finish_reason is not None:
             texts += (self._held, self._detokenizer.flush())
         return "".join(texts), len(token_ids), None
@@ -86,9 +90,7 @@ class ChoiceOutput:
         """Adds to `texts` what of `text` may be shown; returns the stop string that ends the answer
         here.
         """
-        if self._stop_checker is None:
-            texts.append(text)
-            return None
+        assert self._stop_checker is not None, "no stop strings were given"
         pending = self._held + text
         checked = self._stop_checker.feed(text)
         while isinstance(checked, StopMatch):

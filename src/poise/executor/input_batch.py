@@ -159,9 +159,10 @@ class InputBatch:
         for new in output.new_requests:
             self._states[new.request_id] = self._new_state(new)
         for scheduled in output.scheduled:
-            state = self._states[scheduled.request_id]
-            self._extend(state, scheduled)
+            if any(scheduled.new_block_ids) or any(scheduled.draft_block_ids):
+                self._extend(scheduled)
             if scheduled.draft_token_ids:
+                state = self._states[scheduled.request_id]
                 end = state.num_known + scheduled.num_drafts
                 state.tokens[state.num_known : end] = scheduled.draft_token_ids
 
@@ -172,18 +173,20 @@ class InputBatch:
         logit_rows: list[LogitRow] = []
         most_blocks = 1
         for i, scheduled in enumerate(output.scheduled):
-            state = self._states[scheduled.request_id]
-            start = scheduled.start
-            end, last = row + scheduled.num_rows, start + scheduled.num_rows
-            spans.append((start, scheduled.num_rows))
-            if last == start + 1:  # decoding
+            request_id, start, num_rows = scheduled.request_id, scheduled.start, scheduled.num_rows
+            state = self._states[request_id]
+            end, last = row + num_rows, start + num_rows
+            spans.append((start, num_rows))
+            if num_rows == 1:
                 self._token_at[row] = state.token_at[start]
                 self._position_at[row] = start
             else:
                 self._token_ids[row:end] = state.tokens[start:last]
                 self._positions[row:end] = self._counting[start:last]
-            self._place_tables(i, state)
-            most_blocks = max(most_blocks, state.num_blocks)
+            if self._versions_in_place[i] != state.tables_version:
+                self._place_tables(i, state)
+            if state.num_blocks > most_blocks:
+                most_blocks = state.num_blocks
             if state.prompt_logprobs is not None:
                 for position in range(start, min(last, state.num_prompt - 1)):
                     fill_target(
@@ -193,7 +196,7 @@ class InputBatch:
                         state.prompt_logprobs,
                     )
                     self._logit_index_at[len(logit_rows)] = row + position - start
-                    logit_rows.append(LogitRow(scheduled.request_id, False))
+                    logit_rows.append(LogitRow(request_id, False))
             if scheduled.samples:
                 for place in range(scheduled.num_drafts + 1):
                     known = state.num_known + place
@@ -203,7 +206,7 @@ class InputBatch:
                     verified = scheduled.unplaced_draft if is_last else draft
                     state.sampling.fill(self._rows, row_index, state.tokens, known, place, verified)
                     self._logit_index_at[row_index] = end - 1 - scheduled.num_drafts + place
-                    logit_rows.append(LogitRow(scheduled.request_id, True, place, draft))
+                    logit_rows.append(LogitRow(request_id, True, place, draft))
             row = end
             self._query_start_at[i + 1] = row
         return self._batch(spans, row, most_blocks, logit_rows, self._groups)
@@ -222,7 +225,8 @@ class InputBatch:
             spans.append((start, last - start))
             self._token_ids[row:end] = state.tokens[start:last]
             self._positions[row:end] = self._counting[start:last]
-            self._place_tables(i, state)
+            if self._versions_in_place[i] != state.tables_version:
+                self._place_tables(i, state)
             most_blocks = max(most_blocks, state.num_blocks)
             if draws:
                 place = last - state.num_known
@@ -236,11 +240,10 @@ class InputBatch:
         return self._batch(spans, row, most_blocks, logit_rows, groups)
 
     def _place_tables(self, i: int, state: RequestState) -> None:
-        """Makes the block tables of sequence `i` those of a request, unless they are already."""
-        if self._versions_in_place[i] != state.tables_version:
-            self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
-            self._versions_in_place[i] = state.tables_version
-            self._last_tables = None
+        """Makes the block tables of sequence `i` those of a request."""
+        self._block_tables[i, :, : state.num_blocks] = state.block_tables[:, : state.num_blocks]
+        self._versions_in_place[i] = state.tables_version
+        self._last_tables = None
 
     def _tables(self, num_sequences: int, groups: slice, most_blocks: int) -> Int32s:
         """int32 [num_sequences, groups · most_blocks]; the last step's, if nothing has moved."""
@@ -335,7 +338,8 @@ class InputBatch:
             drafts_by_model=speculation is not None and speculation.method == "draft_model",
         )
 
-    def _extend(self, state: RequestState, scheduled: ScheduledRequest) -> None:
+    def _extend(self, scheduled: ScheduledRequest) -> None:
+        state = self._states[scheduled.request_id]
         for block_ids in (scheduled.new_block_ids, scheduled.draft_block_ids):
             num_new = len(block_ids[0]) if block_ids else 0
             if num_new:

@@ -79,24 +79,23 @@ class ModelRunner:
         counts = True  # of a row behind a draft: the draft was drawn
         drawn_rows = zip(batch.logit_rows, outcomes(batch.result_view), strict=True)
         for i, (row, (status, token_id)) in enumerate(drawn_rows):
-            if row.place and not counts:
+            request_id, draws, place, draft = row
+            if place and not counts:
                 continue
-            counts = status == OK and token_id == row.draft
+            counts = status == OK and token_id == draft
             if status != OK:
-                if row.place:
+                if place:
                     continue  # it breaks again when its draft is known
-                if row.draft == NO_DRAFT:
-                    broken.add(row.request_id)
+                if draft == NO_DRAFT:
+                    broken.add(request_id)
                 else:  # the NaN may be a draft's: it shows in all rows of a block of keys
-                    drawn[row.request_id] = []
-            elif row.draws:
-                drawn.setdefault(row.request_id, []).append(token_id)
-                if self._batch.append(row.request_id, token_id).wants_logprobs:
-                    logprobs.setdefault(row.request_id, []).append(token_logprobs(batch.results, i))
+                    drawn[request_id] = []
+            elif draws:
+                drawn.setdefault(request_id, []).append(token_id)
+                if self._batch.append(request_id, token_id).wants_logprobs:
+                    logprobs.setdefault(request_id, []).append(token_logprobs(batch.results, i))
             else:
-                prompt_logprobs.setdefault(row.request_id, []).append(
-                    token_logprobs(batch.results, i)
-                )
+                prompt_logprobs.setdefault(request_id, []).append(token_logprobs(batch.results, i))
         for request_id in broken:
             drawn.pop(request_id, None)
         for scheduled in output.scheduled:
