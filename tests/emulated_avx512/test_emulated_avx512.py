@@ -1,6 +1,7 @@
 """The AVX-512 variant on a CPU without AVX-512: built against SIMDe, then put through every test of bits.
 
-Needs a C++ compiler, CMake, nanobind and SIMDe's headers (Debian: libsimde-dev).
+Needs a C++ compiler, CMake, nanobind and SIMDe's headers (Debian: libsimde-dev). Where the tests themselves run under
+AddressSanitizer (preloaded), the extension is built with it and with UndefinedBehaviorSanitizer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ TESTS_OF_BITS = [
     "unit/sampling",
     "unit/executor",
 ]
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
+# Whole models in hundreds of companies take half an hour under sanitizers, on code that the other tests go through as well.
+UNSANITIZED = TESTS / "unit/executor/test_executor_invariance.py"
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,8 +45,9 @@ def emulated(tmp_path_factory) -> Path:
     nanobind = pytest.importorskip("nanobind")
     build = tmp_path_factory.mktemp("emulated")
     settings = [f"-Dnanobind_DIR={nanobind.cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
-    run("cmake", "-S", HERE, "-B", build, *settings)
-    run("cmake", "--build", build, "--parallel", "2")
+    settings += ["-DPOISE_SANITIZE=ON"] if SANITIZED else []
+    run("cmake", "-S", HERE, "-B", build, *settings, LD_PRELOAD="")
+    run("cmake", "--build", build, "--parallel", "2", LD_PRELOAD="")
     (extension,) = build.glob("_native*.so")
     return extension
 
@@ -63,6 +68,7 @@ def test_every_test_of_bits(emulated):
     report = run(
         sys.executable, "-m", "pytest", "-p", "emulated_native", "-p", "no:cacheprovider",
         "-m", "slow or not slow", "-k", "not baseline", "-q", *(TESTS / name for name in TESTS_OF_BITS),
+        *(["--ignore", UNSANITIZED] if SANITIZED else []),
         POISE_TEST_NATIVE=str(emulated),
         POISE_ISA="avx512",
         PYTHONPATH=os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),

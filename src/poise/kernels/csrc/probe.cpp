@@ -18,7 +18,13 @@ uint32_t probe_read(const uint8_t* p, size_t bytes, size_t ahead) {
 
 namespace {
 
-constexpr int CHAINS = 12;  // independent sums, so that latency does not bind
+// Independent sums, so that latency does not bind; as many vectors as registers hold beside the operands.
+constexpr int CHAINS = 12;
+#if defined(POISE_AVX512)
+constexpr int FLOAT_CHAINS = 12;
+#else
+constexpr int FLOAT_CHAINS = 6;  // two registers each
+#endif
 
 // One step of a chain: a vector of weights times a vector of activations, summed as far as the widest instruction sums. That of AVX2
 // sums pairs only and the rest is left out, as it may be done by other units; the chain takes the last products as factors.
@@ -58,10 +64,10 @@ uint32_t int8_rounds(int64_t rounds, const uint8_t* operands) {
 }
 
 template <class Pair> uint32_t bf16_rounds(int64_t rounds, const uint8_t* operands, const Pair* pair) {
-    F32 acc[CHAINS];
-    unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = set1((float)i); });  // chains that began alike could be computed once
+    F32 acc[FLOAT_CHAINS];
+    unrolled<FLOAT_CHAINS>([&](auto i) POISE_INLINE { acc[i] = set1((float)i); });  // chains that began alike could be computed once
     const Pairs w = load_pairs((const uint16_t*)operands);
-    for (int64_t round = 0; round < rounds; round++) unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = dot_pair(acc[i], w, pair); });
+    for (int64_t round = 0; round < rounds; round++) unrolled<FLOAT_CHAINS>([&](auto i) POISE_INLINE { acc[i] = dot_pair(acc[i], w, pair); });
     return folded(acc);
 }
 
@@ -75,15 +81,15 @@ uint32_t probe_products(ProductKind kind, int64_t rounds, const uint8_t* operand
     }
     if (kind == BF16_PRODUCTS) {
         const FloatPair wide = widen(*(const uint32_t*)operands);
-        *operations = rounds * CHAINS * 64;
+        *operations = rounds * FLOAT_CHAINS * 64;
         return dot_bf16_in_products ? bf16_rounds(rounds, operands, (const uint32_t*)operands) : bf16_rounds(rounds, operands, &wide);
     }
-    F32 acc[CHAINS];
-    unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = set1((float)i); });
+    F32 acc[FLOAT_CHAINS];
+    unrolled<FLOAT_CHAINS>([&](auto i) POISE_INLINE { acc[i] = set1((float)i); });
     const F32 w = load((const float*)operands);
     for (int64_t round = 0; round < rounds; round++)
-        unrolled<CHAINS>([&](auto i) POISE_INLINE { acc[i] = fma(w, w, acc[i]); });
-    *operations = rounds * CHAINS * 32;
+        unrolled<FLOAT_CHAINS>([&](auto i) POISE_INLINE { acc[i] = fma(w, w, acc[i]); });
+    *operations = rounds * FLOAT_CHAINS * 32;
     return folded(acc);
 }
 
